@@ -1,1 +1,1 @@
-"""Requests of classes and limits: the queue, what lower classes give up, and priorities for engines."""
+"""Admission by service classes and limits: the queue, the limits of lower classes, and priorities for engines."""

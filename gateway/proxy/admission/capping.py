@@ -1,6 +1,6 @@
-"""A limit on an answer's length, written into the request's body without parsing all of it.
+"""The cap on an answer's tokens, written into the request's body without parsing all of it.
 
-A `min_tokens` beyond the limit would be refused, so it is set to 0.
+Engines refuse a `min_tokens` above the cap, so a `min_tokens` in the body is set to 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import orjson
 from ...members import with_members
 from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
-# The members that limit an answer in each API. A chat may have either; vLLM uses the second if both are present.
+# The members that limit an answer's tokens, by path. A chat may have either; vLLM uses the second if both are present.
 LIMITS = {
     CHAT: (b"max_tokens", b"max_completion_tokens"),
     COMPLETIONS: (b"max_tokens",),
@@ -25,7 +25,10 @@ _ESCAPED = re.compile(rb'"(?:[a-z_]|\\u00[0-7][0-9A-Fa-f])+"')
 
 
 def capped(body: bytes, path: str, tokens: int) -> bytes:
-    """Return `body`, a JSON object posted to a path of `LIMITS`, with its answer limited to `tokens`."""
+    """Return a request's body with its answer limited to `tokens` output tokens.
+
+    `body`: a JSON object, posted to one of the paths in `LIMITS`.
+    """
     named = _named(body)
     limits, limit = LIMITS[path], b"%d" % tokens
     members = dict.fromkeys([name for name in limits if name in named] or limits[:1], limit)
@@ -33,7 +36,7 @@ def capped(body: bytes, path: str, tokens: int) -> bytes:
 
 
 def _named(body: bytes) -> set[bytes]:
-    """Return which names of members in `LIMITS`, and of `min_tokens`, occur in a body, at any depth."""
+    """Return which member names of `LIMITS`, and `min_tokens`, occur in a body, at any depth."""
     names = {name for limits in LIMITS.values() for name in limits} | {LEAST}
     found = {name for name in names if b'"%b"' % name in body}
     if _ESCAPE in body:

@@ -1,8 +1,9 @@
 """Overload control: lower service classes are limited while higher ones miss the limits on their latencies.
 
-Latencies are judged once per time window. `policies.Control` decides, with one instance for the replicas of each model
-("fleet"); this module has the clock, the metrics and the events. The server's sweep calls `look`. `status` returns the
-state and the last events (`/status`, `control`); `on_change` feeds the journal of the live page.
+Latencies are judged once per time window. `policies.Control` decides which step to take or to undo, with one instance
+for the replicas of each model, here called a fleet. This module has the clock, the metrics and the events. The server's
+sweep calls `look`. `status` returns the state and the last events for `/status`; `on_change` is called with each event,
+for the journal of the live page.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.proxy")
 
 MOST_EVENTS = 100  # events that are kept
-# The text for each step, when taken and when undone
+# The texts for each step: when it is taken, and when it is undone.
 WORDS = {
     TIGHTEN: (
         "a replica counts as full for class {qos} at 0.8 of what it may have",
@@ -55,8 +56,8 @@ WORDS = {
     HALVE: ("every other request of class {qos} is refused", "class {qos} is admitted again"),
     SHED: ("class {qos} is refused", "every other request of class {qos} is admitted again"),
 }
-Gain = dict["Key", list[float]]  # the growth of a histogram's buckets and sum
-# The texts of a trial at its begin and its end
+Gain = dict["Key", list[float]]  # by labels: by how much a histogram's buckets, and its sum, have grown
+# The texts at the begin and the end of a trial, in which classes that were refused are admitted, to see if it helped.
 TRIAL = (
     "admitted for a trial are classes that were refused: limits are missed, or nearly, all the same "
     "({missed:.1f} % of the requests of a higher class)"
@@ -85,7 +86,7 @@ class Fleet:
 
 
 class Gained:
-    """The growth of the answers' histograms since the last call of `look`, by class and model."""
+    """The growth of the answers' latency histograms since the last call of `look`, by class and model."""
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self._of = [(Gains(), one) for one in histograms]
@@ -108,32 +109,36 @@ class OverloadControl:
     ):
         """Create the control loop.
 
-        `window`: seconds of a window.
-        `look_at_queue`: has the queue check its waiting requests.
-        `unanswered(now)`: returns, by class and model, the seconds that streams have waited for a first token.
+        `window`: how many seconds of answers are judged at a time.
+        `look_at_queue`: has the queue check its waiting requests, after a change.
+        `unanswered(now)`: returns, by class and model, for how many seconds each stream has waited for a first token.
         """
         self._unanswered = unanswered
         self._classes, self._window, self._metrics = classes, window, metrics
         self._look_at_queue = look_at_queue
         self._until = monotonic() + window
-        # Split the buckets at the limits. They are 12 % wide: answers of 45 ms would otherwise be read as 50.1 ms,
-        # above a limit of 50 ms.
+        # Split the histograms' buckets at the classes' limits. Buckets are 12 % wide: otherwise answers of 45 ms would
+        # be read as 50.1 ms, above a limit of 50 ms.
         ttfts, tpots = [
             [limit for limit in limits if limit is not None] for limits in zip(*[one.slo for one in classes])
         ]
         for histogram, limits in ((metrics.answer_ttft_seconds, ttfts), (metrics.answer_tpot_seconds, tpots)):
             histogram.split([_border(limit * share) for limit in limits for share in BORDERS])
-        # Whole answers have no limit; they are read since non-streamed answers are in no other histogram.
+        # The time of a whole answer has no limit. It is read because non-streamed answers are in no other histogram.
         self._histograms = metrics.answer_ttft_seconds, metrics.answer_tpot_seconds, metrics.answer_e2e_seconds
         self._gained = Gained(self._histograms)
-        self._late: Gained | None = None  # since the last third of the window began
+        self._late: Gained | None = None  # the growth since the last third of the window began
         self._fleets: dict[Admission, Fleet] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.on_change: Callable[[dict[str, Any]], None] = lambda event: None
         metrics.read_from(self.reading)
 
     def follow(self, admission: Admission, name: str, base: str = "") -> None:
-        """Note that `admission` admits requests for the model label `name`, to replicas of the base model `base`."""
+        """Note that a fleet's admission gets requests for a model, so that the fleet is controlled by their latencies.
+
+        `name`: the model's label in metrics.
+        `base`: the label of the base model of the fleet's replicas.
+        """
         fleet = self._fleets.get(admission)
         if fleet is None:
             fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, admission.observes))
@@ -141,16 +146,16 @@ class OverloadControl:
         fleet.base = base
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
-        """Drop all admission instances and model labels except these."""
+        """Drop the fleets of all admissions that are not among these, and all model labels that are not."""
         self._fleets = {one: self._fleets[one] for one in admissions if one in self._fleets}
         for fleet in self._fleets.values():
             fleet.names = fleet.names & models or fleet.names
 
     def look(self, now: float) -> None:
-        """Judge the window if it is over; `now` in monotonic seconds.
+        """Judge the latencies of the window if it is over, and take or undo steps; `now` in monotonic seconds.
 
-        Judging takes 3 ms of CPU for 256 series of each histogram, and as much when the window's last third begins. All
-        fleets have the same window, so each series is read once.
+        For 256 series of each histogram, this takes 3 ms of CPU, and as much when the window's last third begins. All
+        fleets have the same window, so that each series is read once.
         """
         if now < self._until:
             if self._late is None and now >= self._until - LATELY * self._window:
@@ -176,7 +181,7 @@ class OverloadControl:
             self._judge(fleet, pressures, late, now)
 
     def _seen(self, gained: Sequence[Gain], qos: QosClass, fleet: Fleet) -> Answers:
-        """Return the statistics of a class's answers from this fleet."""
+        """Return the statistics of a class's answers from this fleet: TTFT, TPOT and the time of whole answers."""
         ttft, tpot, whole = [
             _seen(histogram.bounds, gain, qos.name, fleet.names, limit)
             for histogram, gain, limit in zip(self._histograms, gained, (*qos.slo, None))
@@ -184,6 +189,11 @@ class OverloadControl:
         return ttft, tpot, whole
 
     def _judge(self, fleet: Fleet, pressures: dict[str, SloRatio], late: bool, now: float) -> None:
+        """Have a fleet's control decide at the end of a window; note its changes, and have admission follow them.
+
+        `pressures`: by class, the ratio of its latencies to their limits in the window.
+        `late`: whether too many requests wait longer than their limit for an answer, or were refused.
+        """
         control, wanted, trial = fleet.control, fleet.control.wants_more, fleet.control.trial
         changes = control.ended(pressures, late)
         if control.trial is not None and trial is None:
@@ -204,6 +214,7 @@ class OverloadControl:
     # --- events and status
 
     def _note(self, fleet: Fleet, text: str, taken: bool, step: str, qos: str | None = None) -> None:
+        """Keep and log an event, and pass it to `on_change`. `taken`: a step was taken, not undone."""
         event = {
             "at": time(), "model": fleet.name, "step": step, "class": qos, "taken": taken, "level": fleet.control.level,
             "pressures": dict(fleet.control.pressures), "text": text,
@@ -233,7 +244,7 @@ class OverloadControl:
         }
 
     def reading(self) -> dict[str, Any]:
-        """Return the gauges for `Metrics.read_from`; for fleets with the same name, the worst values."""
+        """Return the gauges for `Metrics.read_from`; fleets with the same name have the worst of their values."""
         level: dict[str, int] = {}
         ratio: dict[tuple[str, str], float] = {}
         wanted: dict[str, int] = {}
@@ -253,7 +264,7 @@ def control_of(
     look_at_queue: Callable[[], None],
     unanswered: Callable[[float], Mapping[tuple[str, str], Sequence[float]]],
 ) -> OverloadControl | None:
-    """Return the control loop; None if it is off, nothing is ever refused, or no class has limits."""
+    """Return the control loop; None if it is off, if no request is ever refused, or if no class has limits."""
     classes, rules = overload.classes.all, overload.rules
     if rules.control_window is None or rules.when_full == (OBSERVE,) or all(one.slo == NO_LIMITS for one in classes):
         return None
@@ -263,7 +274,12 @@ def control_of(
 def _seen(
     bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, names: Iterable[str], limit: float | None
 ) -> Seen | None:
-    """Return the statistics of a class over all of the fleet's models; the histogram has a bucket border at `limit`."""
+    """Return the statistics of a class's answers over several models, from the growth of a histogram; None without any.
+
+    `bounds`: the bounds of the histogram's buckets, in seconds; `limit`, the class's limit, is one of them.
+    `gained`: the growth, by class and model.
+    `names`: the models' labels.
+    """
     found = [gain for name in names if (gain := gained.get((qos, name))) is not None]
     if not found:
         return None
@@ -281,5 +297,5 @@ def _seen(
 
 
 def _border(seconds: float) -> float:
-    """Return a bucket border without rounding error: 39.3 ms must be the same whether read or multiplied."""
+    """Return a bucket border rounded to 12 digits, so that 39.3 ms is the same number whether read or computed."""
     return float(f"{seconds:.12g}")

@@ -1,4 +1,4 @@
-"""The configuration of overload control: classes of service, and the rules of the queue."""
+"""The configuration of admission and overload control: the service classes, and the rules of the queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from policies import Classes, Rules
 
 
 class Overload(NamedTuple):
-    """The configuration. `tenant_header`: the request header with the tenant's name; None: the API key names it."""
+    """The service classes, and the rules by which their requests are admitted, queued or refused.
+
+    `tenant_header`: the request header with the tenant's name; None: the API key names the tenant.
+    """
 
     classes: Classes
     rules: Rules

@@ -1,10 +1,11 @@
-"""The priority of a request's class, sent to its engine, so that requests waiting there keep the order of the classes.
+"""The priority of a request's service class, sent to its engine so that requests wait there in the classes' order.
 
-Engines take a priority in the body, or in a header where an API's body has no member for it; the engine's dialect says
-which of them at which path. Engines serve lower numbers first: the highest class is sent as 0, which they also assume
-for requests without a priority, and each lower class as the difference between the highest class's priority and its
-own. An engine that does not schedule by priority ignores it. A client's own priority is replaced, since it would
-override the classes.
+Engines accept a priority in the body, or in a header where an API's body has no member for it. The engine's dialect
+says which of the two they accept at which path.
+
+Engines serve lower numbers first. So the highest class is sent as 0, which they also assume for requests without a
+priority, and a lower class as the difference between the highest class's priority and its own. An engine that does not
+schedule by priority ignores the number. A client's own priority is replaced, since it would override the classes.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from ...prompt import Prompt
 
 FIELD = b"priority"
-# The beginnings of all spellings of that name in JSON: plain, or with a lowercase letter escaped, as no usual client
-# writes it.
+# How that name may be spelt in JSON: plainly, or with an escaped lower-case letter, which no usual client writes. These
+# are the beginnings of such escapes.
 NAMED, ESCAPED = b'"priority"', (b"\\u006", b"\\u007")
-LONGEST_READ = 2**18  # bytes of a body that the event loop parses for its priority, in half a millisecond
+LONGEST_READ = 2**18  # the longest body that is parsed for its priority, which takes half a millisecond
 
-# A function that makes a request's head for a body of this length, such as `exchange.request_head`.
+# A function that returns the request head for a body of the given length, such as `exchange.request_head`.
 HeadOf = Callable[[Exchange, Attempt, int, Parent | None], bytes]
 
 
@@ -43,7 +44,7 @@ decode = msgspec.json.Decoder(_Body).decode
 
 
 def has_priority(body: bytes) -> bool:
-    """Return whether a JSON object may have a priority of its own.
+    """Return whether a request's body, a JSON object, may have a priority that its client wrote.
 
     A body that is too long to parse, or that is not valid JSON, counts as having one if it contains the name.
     """
@@ -60,7 +61,7 @@ def has_priority(body: bytes) -> bool:
 def encoding_refusal(request: Request) -> ApiError | None:
     """Return the error for a request into whose body no priority can be written; None if one can.
 
-    Forwarded as it is, the request might have a priority of its own.
+    If such a request were forwarded as it is, it might have a priority that its client wrote.
     """
     if not takes_members(request) or in_utf8(request.body):
         return None
@@ -68,13 +69,21 @@ def encoding_refusal(request: Request) -> ApiError | None:
 
 
 class Priorities:
-    """The writer of class priorities into requests; `class_of` returns a request's class, one of `classes`."""
+    """The writer of service classes' priorities into requests.
+
+    `class_of(exchange, prompt)`: returns a request's class, one of `classes`.
+    """
 
     def __init__(self, class_of: Callable[[Exchange, Prompt], QosClass], classes: Sequence[QosClass]):
         self._class_of, self._highest = class_of, max(one.priority for one in classes)
 
     def write(self, exchange: Exchange, attempt: Attempt, body: bytes, head_of: HeadOf) -> tuple[bytes, HeadOf]:
-        """Return the body to send, and the function that makes the request's head."""
+        """Return the body to send, and the function that makes the request's head: one of them with the priority.
+
+        At a path where the engine accepts no priority, only a priority that the client wrote is replaced.
+
+        `head_of`: the function that makes the head without a priority.
+        """
         prompt, replica = attempt.prompt, attempt.backend.replica
         if prompt is not None and replica.takes_priority:
             dialect = replica.dialect
@@ -96,9 +105,10 @@ class Priorities:
 
 
 def _with_line(head_of: HeadOf, line: bytes) -> HeadOf:
+    """Return a function that makes the request head as `head_of` does, with one more header line."""
     return lambda *args: b"%b%b\r\n" % (head_of(*args)[:-2], line)
 
 
 def differ(classes: Sequence[QosClass]) -> bool:
-    """Return whether classes differ in priority, so that there is one to send."""
+    """Return whether the classes differ in priority; otherwise no priority need be sent."""
     return len({one.priority for one in classes}) > 1

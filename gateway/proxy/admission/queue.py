@@ -1,9 +1,12 @@
 """The queue in front of the replicas: a request is sent if a replica has room, else waits or gets a Retry-After.
 
-`policies.Admission` decides, with one instance ("fleet") for the replicas of each prompt space (`gateway.spaces`), and
-one `QueuedRequest` per request; this module has the clock, the requests and the metrics. A waiting request has no
-attempt, so it reserves no load, and it is placed by the replicas' load when it leaves the queue. Retries do not wait
-again. Without classes and limits there is no queue, and `Placing.queue` is None.
+`policies.Admission` decides. There is one instance of it for each group of replicas with the same prompt format (their
+prompt space, `gateway.spaces`), here called a fleet. Each request has a ticket, a `QueuedRequest`. This module has the
+clock, the requests and the metrics.
+
+A waiting request has no attempt, so no load is reserved for it; its replica is chosen by the load at the time when it
+leaves the queue. Retries do not wait again. Without service classes and limits there is no queue, and `Placing.queue`
+is None.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ if TYPE_CHECKING:
     from .control import OverloadControl
 
 SLO_HEADER = b"x-hitherto-slo"
-SLOW_POOL = b"slow pool"  # the note on an answer from a slow pool
-LOOK_SECONDS = 0.05  # between two checks while requests wait: deadlines may pass, and other gateways' load may end
+SLOW_POOL = b"slow pool"  # the note for the client that its answer comes from a slow pool of replicas
+# Seconds between two checks of waiting requests: deadlines may pass, and other gateways' load may end.
+LOOK_SECONDS = 0.05
 MOST_RETRY_AFTER = 600  # seconds
+# Why a request is refused, in words for the client, by the reason of the decision.
 WHY = {
     "ttft": "its first token would come too late, after the {limit:g} s that it may take",
     "tpot": "its tokens would come too slowly, and so would those of the answers under way",
@@ -50,24 +55,24 @@ WHY = {
 
 
 class Queue:
-    """The queue of requests that wait for a replica."""
+    """The admission of requests, and the queue of those that wait for a replica with room."""
 
     def __init__(
         self, overload: Overload, placing: Placing, metrics: Metrics, model_of: Callable[[Prompt], str] = lambda _: ""
     ):
-        """Create the queue; `model_of` returns a prompt's model label in metrics."""
+        """Create an empty queue. `model_of(prompt)`: returns the prompt's model label in metrics."""
         self._model_of = model_of
         self._classes, self._rules, self._tenant_header = overload
         self._placing, self._metrics = placing, metrics
-        self._space = Space()
-        self._fleets: dict[int, Admission] = {}  # by prompt space
-        self._names: Mapping[int, str] = {}  # prompt space -> base model
-        self._tickets: dict[Asker, tuple[Admission, QueuedRequest]] = {}
+        self._space = Space()  # the number and bytes of the waiting requests of all fleets, which are bounded together
+        self._fleets: dict[int, Admission] = {}  # by the number of a prompt space
+        self._names: Mapping[int, str] = {}  # the number of a prompt space -> its base model
+        self._tickets: dict[Asker, tuple[Admission, QueuedRequest]] = {}  # with the fleet that admits the request
         self.control: OverloadControl | None = None
-        self._notes: dict[Asker, bytes] = {}  # the note for a client whose answer is degraded
-        self._looks = False  # a check is scheduled or under way
-        self._under_way: Iterator[None] | None = None
-        self._again = False  # check again after the present check, since something has changed meanwhile
+        self._notes: dict[Asker, bytes] = {}  # request -> how its answer is degraded, for a header
+        self._looks = False  # whether a check of the waiting requests is scheduled or under way
+        self._under_way: Iterator[None] | None = None  # the rest of a check, for the next event-loop iteration
+        self._again = False  # whether to check again after the present check, since something has changed meanwhile
         self._timer: asyncio.TimerHandle | None = None
         placing.pulse.on_held_up.append(self._held_up)
         placing.router.on_room(self.look)
@@ -80,7 +85,13 @@ class Queue:
     # --- admission, of a new request or one whose turn it may be
 
     def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
-        """Return the evaluation to place the request by, or None if it was queued or refused."""
+        """Decide about a request, a new one or one whose turn it may be, for which a replica could be chosen.
+
+        Returns the evaluation by which to place it, or None if it was queued or refused.
+
+        `evaluation`: the policy's choice for it and its candidates.
+        `now`: in monotonic seconds.
+        """
         known = self._tickets.get(asker)
         if known is None:
             prompt = _computed(asker)
@@ -96,9 +107,11 @@ class Queue:
         return self._judge(asker, *known, evaluation, now)
 
     def await_replica(self, asker: Asker, error: ApiError, now: float) -> bool:
-        """Queue or refuse a request that no replica can take now, for the reason in `error`.
+        """Queue a request for whose model no replica is ready, unless it must not wait.
 
-        Returns False where the caller is to refuse it, with `error`.
+        Returns True if the request was queued or refused here, False if the caller has to refuse it with `error`.
+
+        `error`: why no replica can take the request. It may wait only if this is a 503 that may pass.
         """
         known, may_come = self._tickets.get(asker), error.status == 503 and error.code is None
         if known is None:
@@ -125,6 +138,7 @@ class Queue:
     def _judge(
         self, asker: Asker, fleet: Admission, ticket: QueuedRequest, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
+        """Have the fleet decide about a request, count its decision in metrics, and act on it; as `admit` returns."""
         waited, prompt, placing = ticket.waits, _computed(asker), self._placing
         verdict, evaluation = admit(
             placing.router,
@@ -155,7 +169,7 @@ class Queue:
         return None
 
     def _cap(self, asker: Asker, tokens: int) -> None:
-        """Limit the tokens of the request's answer, in its body and its prompts."""
+        """Limit the request's answer to so many output tokens, in its body and in its prepared prompts."""
         prompt = asker.prompt
         assert prompt is not None
         asker.request.body = capped(asker.request.body, prompt.path, tokens)
@@ -165,14 +179,17 @@ class Queue:
         self._notes[asker] = b"max_tokens=%d" % tokens
 
     def note(self, exchange: Exchange, attempt: Attempt) -> bytes:
-        """Return the header line for an answer that was degraded, b"" for others."""
+        """Return the header line that tells the client how its answer was degraded; b"" if it was not."""
         note = self._notes.get(exchange)
         if note is SLOW_POOL and not attempt.backend.replica.spill:
             return b""  # a retry or the shared ledger has chosen another replica
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
     def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, QueuedRequest] | None:
-        """Make a request's ticket; None if the request was refused, since its headers are invalid."""
+        """Return a new ticket for a request, and its fleet; None if the request was refused for an invalid header.
+
+        `space`: the number of the prompt space for a request whose prompt is not read.
+        """
         key, header = asker.tenant, asker.request.header
         try:
             qos = self._class(asker, prompt)
@@ -185,7 +202,7 @@ class Queue:
         name = key.name if key is not None else None
         tenant = header(self._tenant_header) if self._tenant_header is not None else name
         fleet = self._fleet(prompt.space if asker.prompt is not None else space)
-        if self.control is not None and asker.prompt is not None:  # there are no figures of unread prompts
+        if self.control is not None and asker.prompt is not None:  # there are no metrics of prompts that are not read
             self.control.follow(fleet, self._model_of(prompt), self._names.get(prompt.space, ""))
         ticket = QueuedRequest(qos, slo, asker.begun, tenant or "", asker.size, asker)
         ticket.held = now - asker.begun - self._placing.pulse.ran(asker.begun, now)
@@ -204,7 +221,7 @@ class Queue:
         return self.qos_of(exchange, exchange.prompt).name
 
     def qos_of(self, exchange: Exchange, prompt: Prompt) -> QosClass:
-        """Return a request's service class: its ticket's, if it has a ticket."""
+        """Return a request's service class: that of its ticket, or the one that its headers and key lead to."""
         known = self._tickets.get(exchange)
         return known[1].qos if known is not None else self._class(exchange, prompt)
 
@@ -214,9 +231,9 @@ class Queue:
         return self._fleets[space]
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
-        """Drop the admission state of prompt spaces that are not in `spaces`, once no request waits there.
+        """Drop the admission state of prompt spaces that no longer exist, once no request waits there.
 
-        `spaces`: prompt space -> base model.
+        `spaces`: the existing ones: the number of the prompt space -> base model.
         `models`: the model labels in metrics.
         """
         self._names = {number: name for number, name in spaces.items() if name in models}
@@ -227,6 +244,7 @@ class Queue:
             self.control.keep(self._fleets.values(), models)
 
     def _turn_away(self, asker: Asker, ticket: QueuedRequest, verdict: AdmissionDecision) -> None:
+        """Refuse a request with a 429 that says why, and when to ask again; its ticket is dropped."""
         self._take_ticket(asker)
         seconds = min(MOST_RETRY_AFTER, max(1, ceil(verdict.retry_after)))
         why = WHY[verdict.reason].format(limit=ticket.slo.ttft or 0.0)
@@ -241,7 +259,7 @@ class Queue:
     # --- waiting requests
 
     def look(self) -> None:
-        """Schedule a check of the waiting requests, for which there may be room or no replica left."""
+        """Schedule a check of the waiting requests: there may be room for some, or no replica left."""
         if self._looks:
             self._again = True
         elif self._space.requests or self._space.untold:
@@ -249,7 +267,7 @@ class Queue:
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Check the waiting requests, a dozen per event-loop iteration."""
+        """Check the waiting requests, up to MOST of them per event-loop iteration."""
         steps, self._under_way = self._under_way or self._steps(), None
         try:
             if any(next(steps, steps) is steps for _ in range(MOST)):
@@ -277,13 +295,16 @@ class Queue:
             fleet.held_up(seconds)
 
     def _look_if_displaced(self) -> None:
-        """Schedule checks after a request began to wait, which may have displaced others from the queue."""
+        """Schedule checks after a request began to wait, since it may have displaced others from the queue."""
         if self._space.untold:
             self.look()
         self._look_later()
 
     def _steps(self) -> Iterator[None]:
-        """Check all requests that wait or have waited too long, yielding after each."""
+        """Refuse the requests that have waited too long or were displaced, and place those that have room now.
+
+        Yields after each request.
+        """
         self._placing.pulse.look(monotonic())
         for fleet in [*self._fleets.values()]:
             for ticket, verdict in fleet.turned_out(monotonic()):
@@ -300,7 +321,7 @@ class Queue:
                 yield
 
     def _call(self, ticket: QueuedRequest) -> bool:
-        """Place a request if there is room for it now; return whether the next one may be checked at once."""
+        """Have a waiting request placed if there is room for it; return whether the next one may be checked at once."""
         asker: Asker = ticket.payload
         asker.run_isolated(self._placing.place, asker)
         shared = self._placing.shared
@@ -310,9 +331,9 @@ class Queue:
     # --- requests that leave
 
     def forget(self, asker: Asker, decision: str = LEFT, reason: str = "client") -> None:
-        """Drop a request that has ended or needs no replica any more.
+        """Drop a request's ticket, since the request has ended or needs no replica any more.
 
-        `decision`, `reason`: the metric labels that count the request if it was still waiting.
+        `decision`, `reason`: the labels by which metrics count the request if it was still waiting.
         """
         known = self._take_ticket(asker)
         if known is not None:
@@ -320,14 +341,15 @@ class Queue:
         self.look()
 
     def _leave_line(self, fleet: Admission, ticket: QueuedRequest, decision: str, reason: str) -> None:
+        """Take a request out of its fleet's queue and count that in metrics, if it is still waiting."""
         if ticket.waits:
             fleet.leave(ticket, monotonic())
             self._metrics.admission.inc(decision, ticket.qos.name, reason)
 
     def _take_ticket(self, asker: Asker) -> tuple[Admission, QueuedRequest] | None:
-        """Remove and return a request's ticket.
+        """Remove and return a request's ticket and fleet; None if it has no ticket.
 
-        The class's queue may keep the ticket for a while; the request, with its prompt and headers, is freed now.
+        The queue of its class may keep the ticket for a while, but no longer the request, with its prompt and headers.
         """
         known = self._tickets.pop(asker, None)
         if known is not None:
@@ -336,13 +358,19 @@ class Queue:
         return known
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
-        """Compare the predicted and the measured time of a stream's first token."""
+        """Compare the predicted and the measured time to a stream's first token, from which its fleet learns.
+
+        `held_up`: whether the event loop was stalled meanwhile, so that the time was not measured well.
+        """
         known = self._tickets.get(attempt.exchange)
         if known is not None and not held_up and _is_as_estimated(attempt.exchange, attempt, known[1]):
             known[0].first_token(known[1], attempt.first_at - known[1].since)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """Compare the predictions of a request that ended with what was delivered, and count it against its SLO."""
+        """Compare the predictions for a request that has ended with what was delivered, and count if it met its SLO.
+
+        Its ticket is dropped.
+        """
         known = self._tickets.get(exchange)
         if known is None:
             return
@@ -365,8 +393,8 @@ class Queue:
         if not as_estimated:
             ticket.costs = None
         if outcome == "aborted":
-            # A stream's client that left without a first token after the limit; earlier, or within the answer, it does
-            # not count.
+            # A stream whose client left after the limit without a first token has missed its SLO. If the client left
+            # before the limit, or within the answer, the request is not counted.
             if slo.ttft is not None and prompt.stream and not first_at and monotonic() - ticket.since > slo.ttft:
                 met = False
         elif outcome != "complete" or attempt is None:
@@ -386,7 +414,7 @@ class Queue:
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
 
     def waiting(self) -> dict[str, int]:
-        """Return the number of waiting requests by class."""
+        """Return the number of waiting requests of each class, in all fleets together."""
         waiting = {one.name: 0 for one in self._classes.all}
         for fleet in self._fleets.values():
             for line in fleet.queues:
@@ -406,10 +434,10 @@ def _failed(exchange: Exchange, outcome: str) -> bool:
 
 
 def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
-    """Return whether an answer can be compared with these limits.
+    """Return whether an answer can be compared with these limits on its latency (an SLO).
 
-    The first token of a non-streamed answer is not seen, so such an answer is only judged as a whole, where both limits
-    are set and its API generates tokens.
+    The first token of a non-streamed answer is not seen. Such an answer can only be compared as a whole, if both limits
+    (TTFT and TPOT) are set and its API generates tokens.
     """
     return limits != NO_LIMITS if streams else None not in limits and prompt.path in LIMITS
 
@@ -424,9 +452,9 @@ def _is_as_estimated(exchange: Exchange, attempt: Attempt, ticket: QueuedRequest
 
 
 def _computed(asker: Asker) -> Prompt | None:
-    """Return the prompt that an engine computes for a request; None if there is none, so that it need not wait.
+    """Return the prompt that an engine has to compute for a request; None if there is none, so it need not wait.
 
-    A prompt that the gateway does not read counts as one without tokens, and waits like a short one.
+    A prompt that the gateway does not read is returned as one without tokens, and waits like a short one.
     """
     prompt = asker.prompt
     if prompt is not None:
@@ -438,6 +466,7 @@ def _computed(asker: Asker) -> Prompt | None:
 
 
 def _of_request(given: str) -> Slo:
+    """Return the limits that a client wrote into the SLO_HEADER of its request; raises ApiError if it is invalid."""
     if not given.strip():
         raise bad(f"the header {SLO_HEADER.decode()}: it has no value; write ttft=2s,tpot=50ms, or one of the two")
     try:

@@ -1,1 +1,1 @@
-"""What watches requests and changes nothing: figures, traces, shadow policies."""
+"""Observers of requests, which change nothing about them: latency metrics, traces, shadow policies."""

@@ -1,8 +1,8 @@
-"""Latencies of answers by class and model: TTFT, ITL, TPOT and total time, tokens, and the time in each phase.
+"""Metrics of answers by service class and model: TTFT, ITL, TPOT and total time, tokens, and the time in each phase.
 
-They are updated at a request's first token and at its end (`python -m bench.figures`), and for a stream under way by
-the sweep, four times a second, never per token. Without classes, limits and `--slo-figures` there is no `Figures`
-object, and these metrics cost requests nothing.
+They are updated at a request's first token and at its end, and for a stream under way by the sweep, four times a
+second; never per token (`python -m bench.figures` measures their cost). Without service classes, limits and
+`--slo-figures` there is no `Figures` object, and these metrics cost requests nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from ..states import ExchangeState
 if TYPE_CHECKING:
     from ...prompt import Prompt
 
-MOST_MODELS = 64  # values of the model label; a gateway that serves more counts the rest as OTHER
+MOST_MODELS = 64  # the most values of the model label; a gateway that serves more models counts the rest as OTHER
 OTHER = "other"
 UNANSWERED = frozenset((ExchangeState.PLACING, ExchangeState.TRYING))
 
 
 class Figures:
-    """The latency metrics of answers."""
+    """The latency metrics of answers, with their labels and the callbacks that update them."""
 
     def __init__(self, metrics: Metrics, class_of: Callable[[Exchange], str] | None = None):
-        """Create the metrics. `class_of`: returns the class of a request; None puts all requests in one class."""
+        """Create the metrics. `class_of(exchange)`: returns a request's service class; None: all are in one class."""
         self._metrics = metrics
         self.class_of = class_of or (lambda exchange: DEFAULT_CLASS.name)
-        self.models: dict[str, None] = {}  # values of the label
+        self.models: dict[str, None] = {}  # the values of the model label, oldest first
         metrics.know("model", self.models)
 
     # --- labels
 
     def serve(self, names: Iterable[str]) -> None:
-        """Set the names of the models served now; those no longer served keep their series while there is space."""
+        """Add the models that are served now to the values of the label.
+
+        Names that are no longer served keep their series until MOST_MODELS is reached; then new names replace them.
+        """
         served = sorted(names)
         for name in served:
             if name in self.models:
@@ -63,6 +66,7 @@ class Figures:
     # --- events of requests
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
+        """Observe a stream's time to first token, from the complete request on (an `on_first` of `Settling`)."""
         exchange: Exchange | None = attempt.exchange  # None if the gateway does not forward the request
         prompt = attempt.prompt
         if exchange is not None and prompt is not None:
@@ -70,7 +74,7 @@ class Figures:
             self._metrics.answer_ttft_seconds.observe(key, attempt.first_at - exchange.begun)
 
     def unanswered(self, exchanges: Iterable[Exchange], now: float) -> dict[tuple[str, str], list[float]]:
-        """Return the seconds that clients have waited for a stream's first token, by class and model."""
+        """Return how many seconds each client has waited for its stream's first token, by (class, model label)."""
         waited: dict[tuple[str, str], list[float]] = {}
         for one in exchanges:
             if one.state in UNANSWERED and (prompt := one.prompt) is not None and prompt.stream:
@@ -79,12 +83,14 @@ class Figures:
         return waited
 
     def passing(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """Observe the inter-token latencies of a stream since `seen_at`, when the sweep last saw new reads.
+        """Observe the inter-token latencies of a stream since the sweep last saw new reads (`attempt.seen_at`).
 
-        The sweep comes every `SWEEP_SECONDS`. Time beyond that was a pause, which is observed as one gap: a mean over
-        the reads after it would hide a pause that the client saw.
+        Each read counts as a token. The sweep comes every `SWEEP_SECONDS`, so if more time has passed, the rest was a
+        pause in the stream. The pause is observed as one gap, since a mean over the reads after it would hide it.
+
+        `now`: in monotonic seconds.
         """
-        pieces = attempt.pieces - max(attempt.seen_pieces, 1)  # without the first one
+        pieces = attempt.pieces - max(attempt.seen_pieces, 1)  # the first read ends no gap between tokens
         if pieces > 0 and attempt.streams and attempt.prompt is not None and not attempt.pauses and attempt.first_at:
             key = self.class_of(exchange), self.model_of(attempt.prompt)
             elapsed = now - attempt.seen_at
@@ -94,6 +100,7 @@ class Figures:
             self._metrics.answer_itl_seconds.observe(key, elapsed / pieces, pieces)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        """Observe the latencies, tokens and phases of a complete answer with status 200 (an `on_end` of `Settling`)."""
         attempt, prompt = exchange.attempt, exchange.prompt
         if outcome != "complete" or usage is None or attempt is None or prompt is None:
             return

@@ -1,16 +1,19 @@
-"""Shadow mode: the decisions that other policies would have made, without acting on them.
+"""Shadow mode: the choices of replicas that other policies would have made, which are compared but not acted on.
 
-After each choice, every other policy (shadow) chooses among the same candidates. If a shadow chooses another replica,
-that replica is compared with the one chosen, by predictions from the learned costs: prompt tokens to compute, and
-seconds to the first and the last token (`least_time`'s terms `prefill` to `room`, then the decode steps of the expected
-output). A shadow has its own state, but caches and load are those that the acting policy made. So each figure is about
-one request that goes elsewhere while all others stay, not about replicas under that policy: a policy that would pile
-requests up on a replica never meets that pile.
+After each choice, every other policy (a shadow) chooses among the same candidates. If it chooses another replica, both
+replicas are compared by predictions from the learned costs: prompt tokens to compute, and seconds to the first and the
+last token. (The seconds are the terms `prefill` to `room` of `least_time`, then the decode steps of the expected
+output.)
 
-Where replicas have roles, a request has one leg or two, and both are compared in the same figures. `legs:RULE` is the
-acting policy with another rule for legs (`policies.leg_rules`); other policies are used with the gateway's own rule.
+A shadow has its own state, but the caches and the load that it sees come from the acting policy's choices. So each
+metric is about one request that goes elsewhere while all others stay, not about replicas that the shadow would govern:
+a policy that would send too many requests to one replica never sees that load.
 
-The candidates are copied before the request is sent (1 us each); the rest runs in the next event-loop iteration, after
+Where replicas have roles, a request is sent to one replica or, in two legs, to a prefiller and a decoder; the same
+metrics compare both. The shadow `legs:RULE` is the acting policy with another rule for legs (`policies.leg_rules`).
+Other shadows use the gateway's own rule.
+
+The candidates are copied before the request is sent (1 us each). The rest runs in the next event-loop iteration, after
 the request's bytes have left.
 """
 
@@ -30,11 +33,15 @@ if TYPE_CHECKING:
 
 LEGS = "legs:"  # before the name of a rule for legs
 
-Went = int | legs.LegChoice  # the candidate of this index, or two legs
+Went = int | legs.LegChoice  # a choice: the index of a candidate, or the replicas of two legs
 
 
 class Seen(NamedTuple):
-    """A copy of the state behind a decision. `ways`: the evaluated pairs for two legs, with the same copies."""
+    """A copy of all that a choice depended on.
+
+    `ways`: the replicas for two legs with their costs, as copies; a replica that is also among `candidates` is the same
+        copy.
+    """
 
     demand: Demand
     candidates: list[Candidate]
@@ -42,10 +49,14 @@ class Seen(NamedTuple):
 
 
 class Shadows:
-    """The shadow policies."""
+    """The shadow policies, an `Onlooker` of the choices of replicas."""
 
     def __init__(self, names: Sequence[str], metrics: Metrics, acting: str = ""):
-        """Create the policies. `acting`: the policy in the settings, to which `legs:RULE` gives another rule."""
+        """Create the policies.
+
+        `names`: the shadows' names.
+        `acting`: the name of the policy in the settings, which a shadow `legs:RULE` uses with another rule for legs.
+        """
         self.policies = {name: make(acting if name.startswith(LEGS) else name) for name in names}
         self._leg_rules = {name: make_leg_rule(name.removeprefix(LEGS)) for name in names if name.startswith(LEGS)}
         self._metrics = metrics
@@ -53,7 +64,10 @@ class Shadows:
     def see(
         self, asker: object, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]
     ) -> Callable[[Went], None]:
-        """Copy the state behind a decision; return a callback to be called with the choice once it is made."""
+        """Copy all that a choice depends on; return a callback that is to be called with the choice once it is made.
+
+        `ways`: returns the replicas for two legs with their costs; none where no replica has a role.
+        """
         seen = self.seen(evaluation.demand, evaluation.candidates)
         if found := ways():
             seen = _with_legs(seen, evaluation.candidates, found)
@@ -63,10 +77,11 @@ class Shadows:
         return Seen(demand, [_copy(one) for one in candidates])
 
     def acted(self, seen: Seen, went: Went) -> None:
-        """Compare the acting policy's choice (`went`) with the shadows', in the next event-loop iteration."""
+        """Have the acting policy's choice (`went`) compared with the shadows', in the next event-loop iteration."""
         asyncio.get_running_loop().call_soon(self.judge, seen, went)
 
     def judge(self, seen: Seen, went: Went) -> None:
+        """Let every shadow choose, and count in metrics how its choice differs from the acting policy's (`went`)."""
         metrics = self._metrics
         tokens, first, last = _price(seen, went)
         for name, policy in self.policies.items():
@@ -82,7 +97,7 @@ class Shadows:
                 _add(metrics.shadow_answer_seconds, name, last - its_last)
 
     def _choice(self, name: str, policy: Policy, seen: Seen) -> Went:
-        """Return a shadow's choice, and let it learn as if it had acted."""
+        """Return a shadow's choice, and let the shadow learn as if the request had been placed by it."""
         demand, candidates, ways = seen
         choice = policy.choose(demand, candidates)
         chosen = None
@@ -100,7 +115,7 @@ def _copy(one: Candidate) -> Candidate:
 
 
 def _with_legs(seen: Seen, candidates: Sequence[Candidate], ways: Sequence[legs.Ways]) -> Seen:
-    """Return the state with copies of the pairs for legs; a replica that is also a candidate has only one copy."""
+    """Return the copied state with copies of the replicas for legs; each replica is copied only once."""
     copies = {one.replica: copy for one, copy in zip(candidates, seen.candidates)}
 
     def of(side: Sequence[Candidate]) -> list[Candidate]:
@@ -116,7 +131,7 @@ def _replicas(seen: Seen, went: Went) -> tuple[str, ...]:
 
 
 def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
-    """Return a choice's prompt tokens to compute, and its predicted seconds to the first and the last token."""
+    """Return for a choice the prompt tokens to compute, and the predicted seconds to the first and the last token."""
     demand = seen.demand
     if isinstance(went, int):
         candidate = seen.candidates[went]
@@ -131,7 +146,7 @@ def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
 
 
 def _seen_as(seen: Seen, one: Candidate) -> Candidate:
-    """Return the copy of a candidate for legs."""
+    """Return the copy of a replica that was chosen for a leg."""
     sides = (side for ways in seen.ways for side in (ways.prefillers, ways.decoders))
     return next(copy for side in sides for copy in side if copy.replica == one.replica)
 
@@ -142,7 +157,7 @@ def _add(counter: Counter, name: str, less: float) -> None:
 
 
 def told(metrics: Metrics, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return for each policy how often it agreed, and what it would have saved on balance (negative: cost)."""
+    """Return as JSON data, for each shadow, how often it agreed and what it would have saved (negative: cost more)."""
 
     def net(counter: Counter, name: str) -> float:
         return counter.total(policy=name, effect="saved") - counter.total(policy=name, effect="cost")

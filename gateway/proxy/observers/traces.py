@@ -1,7 +1,7 @@
-"""Exchanges as traces: a span for the request (SERVER), and a child span for each attempt (CLIENT).
+"""Traces of requests: one span for the request (of kind SERVER), and a child span for each attempt (of kind CLIENT).
 
-Names follow OpenTelemetry's semantic conventions; other attributes begin with `hitherto.`. Spans hold nothing of the
-content of requests and answers except the model's name and token counts.
+Names and attributes follow OpenTelemetry's semantic conventions; other attributes begin with `hitherto.`. Of the
+content of requests and answers, spans contain only the model's name and token counts.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
     from ...ops.spans import Moment, Trace
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"))
-LONGEST = 1000  # characters kept of a client's string
-# A tracestate belongs to a valid traceparent, so without one from the client its tracestate is dropped as well.
+LONGEST = 1000  # the most characters of a client's string that a span contains
+# The client's headers that the gateway replaces. A `tracestate` is only valid with the `traceparent` that it came with,
+# so if the client sent no valid `traceparent`, its `tracestate` is dropped as well.
 PARENT, PARENT_AND_STATE = frozenset((b"traceparent",)), frozenset((b"traceparent", b"tracestate"))
 
 
 class Traces:
-    """The tracing of exchanges."""
+    """The tracing of requests: starts spans, names the parent span to replicas, and ends spans with attributes."""
 
     def __init__(self, spans: Spans, policy: str):
         self._spans, self._policy = spans, policy
 
     def begin(self, exchange: Exchange) -> None:
+        """Start the request's span, as a child of the client's span if it sent a valid `traceparent`."""
         request = exchange.request
         method = request.method if request.method in METHODS else "_OTHER"
         known = {"http.request.method": method, "url.scheme": "http", "url.path": request.path[:LONGEST]}
@@ -43,21 +45,25 @@ class Traces:
         exchange.trace = self._spans.begin(_name(exchange), known, headers)
 
     def attempt(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Start the attempt's span."""
+        """Start the attempt's span, if the request is sampled."""
         if exchange.trace.sampled:
             attempt.context, attempt.predicted_ttft = exchange.trace.child(), attempt.placement.ttft
 
     def parent(self, exchange: Exchange, attempt: Attempt) -> Parent | None:
-        """Return the trace context to send to the attempt's replica, or None to pass the client's on."""
+        """Return the trace context to send to the attempt's replica, or None to forward the client's own headers."""
         trace: Trace = exchange.trace
         replaces = PARENT if trace.parent is not None else PARENT_AND_STATE
         if trace.sampled:
             return Parent(traceparent(attempt.context), replaces)
-        # Not sampled: without a context from the client, the engine must be told so, or it would sample for itself.
+        # The request is not sampled. Without a context from the client the engine must be told so, or it would decide
+        # itself whether to sample.
         return Parent(traceparent(trace.root), replaces) if trace.parent is None else None
 
     def end(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """End the spans of a request."""
+        """End the spans of a request and of its attempts, with their attributes; does nothing if it is not sampled.
+
+        `outcome`: how the request ended, see `Settling.ended`.
+        """
         trace: Trace = exchange.trace
         if not trace.sampled:
             return
@@ -104,7 +110,12 @@ class Traces:
     def _attempt(
         self, exchange: Exchange, attempt: Attempt, number: int, before: str | None, usage: Usage | None
     ) -> None:
-        """End an attempt's span. `number`: retries before it; `before`: how the attempt before it failed, or None."""
+        """End an attempt's span.
+
+        `number`: how many attempts failed before it.
+        `before`: the kind of failure of the attempt before it, or None.
+        `usage`: the token usage of its answer, None if unknown.
+        """
         replica, kind = attempt.backend.replica, _kind(attempt)
         fault = exchange.fault if attempt is exchange.attempts[-1] else 0
         refused = (fault or attempt.status) >= 400
@@ -147,12 +158,12 @@ class Traces:
 
 
 def _kind(attempt: Attempt) -> str | None:
-    """Return the kind of the error that an attempt ended with, or None."""
+    """Return the kind of failure that an attempt ended with, or None."""
     return None if attempt.error is None else getattr(attempt.error, "kind", TIMEOUT)
 
 
 def _both_legs(exchange: Exchange) -> dict[str, Any]:
-    """Return the attributes of a request in two legs: its replicas, and the tokens and seconds of the transfer."""
+    """Return the attributes of a request in two legs: its replicas, and tokens and seconds of the KV transfer."""
     legs = exchange.legs
     if legs is None:
         return {}
@@ -166,7 +177,7 @@ def _both_legs(exchange: Exchange) -> dict[str, Any]:
 
 
 def _name(exchange: Exchange) -> str:
-    """Return the span's name; names are as few as the endpoints, whatever paths clients request."""
+    """Return the span's name: the method, and the path if it is one of the few known endpoints."""
     request = exchange.request
     method = request.method if request.method in METHODS else "HTTP"
     return f"{method} {request.path}" if exchange.label != "other" else method
@@ -185,7 +196,7 @@ def _tokens(exchange: Exchange, usage: Usage) -> dict[str, Any]:
 
 
 def _address(host: str | None) -> dict[str, Any]:
-    """Return the attributes of the gateway's address as the client wrote it."""
+    """Return the attributes of the gateway's address, as the client wrote it in its `Host` header."""
     if not host:
         return {}
     name, colon, port = host[:LONGEST].rpartition(":")

@@ -1,1 +1,1 @@
-"""The bytes of replicas' answers: errors, usage, framing, stored responses."""
+"""The reading of replicas' answers: errors, token usage, framing, stored responses."""

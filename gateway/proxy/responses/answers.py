@@ -1,12 +1,12 @@
-"""The reading of answers' bytes: errors within a status 200, answers that no engine wrote, token usage.
+"""The reading of answers' bytes: errors in the body of a 200, answers that no engine wrote, token usage.
 
-An engine that streams sends its 200 before it computes anything, so a later failure is an event in the stream: vLLM
-0.32 answers a prompt with a token id outside the vocabulary, or the death of its core, with 200, one error event and
-`[DONE]`. Such an answer takes a millisecond and must not be taken for a fast one.
+An engine that streams sends its 200 before it computes anything, so a later failure is an event in the stream. For
+example, if a prompt has a token id outside the vocabulary, or its core dies, vLLM 0.32 answers with 200, one error
+event and `[DONE]`. Such an answer takes a millisecond, and must not be taken for a fast success.
 
-Nothing here is called per chunk. The first bytes are read when they come, the last ones when the answer is over. A line
-break or a quote within generated text is escaped in JSON, so a line that begins like an event is one, and a key in
-plain quotes is a key of the answer itself.
+Nothing here is called per chunk: the first bytes of an answer are read when they come, the last ones when it is over.
+Searches for bytes are enough for most questions. A line break or a quote within generated text is escaped in JSON, so a
+line that begins like an event is one, and a key in plain quotes is a key of the answer itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import orjson
 
 from ...http.chunks import CHUNK, Chunks
 
-# Chunked framing is relayed unchanged, so the size of the first chunk may precede the body. A stream may begin with a
-# byte order mark, which is not part of it.
+# The body is read with its chunked framing, so the size of the first chunk may come before it. A stream may begin with
+# a byte order mark, which is not part of it.
 _SIZE = re.compile(rb"0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z)")
 BOM = b"\xef\xbb\xbf"
 _BEGINS = re.compile(rb"(?:" + _SIZE.pattern + rb")?(?:" + BOM + rb")?\s*")
 # The beginning of an event in a stream, or of a comment that keeps the connection alive.
 _FIELD = re.compile(rb":|(?:data|event|id|retry)(?=[:\r\n]|\Z)")
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", BOM)
-# Bytes that every answer of an API has: a member of its JSON object, and a part of its stream's first event. Quotes
-# within generated text are escaped, so it cannot contain these.
+# Bytes that every answer of an API contains, by its label in metrics: a member of its JSON object, and (below) a part
+# of its stream's first event. Quotes within generated text are escaped, so that cannot contain these bytes.
 MEMBERS = {
     "chat": b'"choices"',
     "completions": b'"choices"',
@@ -45,42 +45,43 @@ _EVENTS = {
     "responses": b'"response.',
     "messages": b'"message_start"',
 }
-# Members of engines' answers to any API: an engine may answer one API in another's format.
+# Members of engines' answers, of any API, since an engine may answer one API in another one's format.
 _ANY_MEMBER = re.compile(rb'"(?:choices|output|content|embedding|results|tokens|prompt|text|usage)"\s*:')
-# OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10 `{"object": "error", ...}`), Responses and Messages.
+# The beginning of an error object: in OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10
+# `{"object": "error", ...}`), in Responses and in Messages.
 _ERROR_OBJECT = rb'\{\s*"(?:error"\s*:\s*[{"]|(?:object|type)"\s*:\s*"(?:error|response\.failed)")'
 _ERROR_EVENT = re.compile(
     rb"\n(?:" + BOM + rb")?(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")"
 )
 _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
-# HTTP's framing between two chunks, which may stand within an event; and a member that an error event has.
+# The framing between two chunks, which may stand within an event; and a member that every error event has.
 _BETWEEN_CHUNKS = re.compile(rb"\r\n0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
 _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
-ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # bytes that each non-streamed error has, and within how many of its first
-LONGEST_ERROR = 65_536  # bytes of one error event
-MOST_HELD_BACK = 2**18  # bytes before the first output; a response's announcement repeats the instructions
-LOOKED_AT_FREELY = 4096  # bytes held back, up to which parsing them at each read costs next to nothing
-MOST_UNNUMBERED = 16  # last events of a response's stream that are searched for a sequence number
-# Answers that some servers give to any request: a list of models, or a health status. No prompt gets them.
+ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # bytes of each non-streamed error, found among so many of its first bytes
+LONGEST_ERROR = 65_536  # the most bytes of an error event
+# The most bytes that are held back before the first output: the announcement of a response repeats its instructions.
+MOST_HELD_BACK = 2**18
+LOOKED_AT_FREELY = 4096  # up to so many bytes held back, parsing all of them at each read costs next to nothing
+MOST_UNNUMBERED = 16  # the number of last events of a response's stream that are searched for a sequence number
+# Answers that some servers give to any request: a list of models, or a health status. No prompt is answered so.
 _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
 )
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _ENDS_WITH_DONE = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")  # the end of an event
-# The mark of the last event of each API's streams. The last event of a response repeats all of its text and ends with
-# its usage, so where the beginning of an event is no longer kept, its usage shows that it is the last one. In a
-# complete event usage shows nothing, because a response's other events repeat the client's tools, which may have a
-# property of that name.
+# The mark of the last event of each API's streams. The last event of a response repeats all of its text, so its
+# beginning may no longer be kept. Then the usage at its end shows that it is the last one. In an event that is kept
+# completely, usage shows nothing: other events repeat the client's tools, which may have a property of that name.
 _LAST_EVENTS = {
     "responses": re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete|failed)"'),
     "messages": re.compile(rb'"type"\s*:\s*"message_stop"'),
 }
-# An event with content: neither the end of a stream nor a ping, and not empty.
+# An event with content: neither a stream's `[DONE]` nor a ping, and not empty.
 _SAYS = re.compile(rb'data:(?!\s*(?:\[DONE\]|\{\s*"type"\s*:\s*"ping"\s*\})|[ \t]*(?:[\r\n]|\Z))')
-# Keys and event types that occur in the streams of inference APIs, in their last events too.
+# Keys and event types that occur in streams of inference APIs, also in their last events.
 _EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
-# A tail of at least this many bytes has a mark; a shorter one may be cut from the middle of a long event.
+# Last bytes of a stream, if they are at least this many, contain such a mark; fewer may be the middle of a long event.
 _SHORT_TAIL = 256
 _CODE = re.compile(rb'"(?:code|status)"\s*:\s*"?([45]\d\d)\b')
 _CLIENTS_FAULT = re.compile(
@@ -88,7 +89,7 @@ _CLIENTS_FAULT = re.compile(
     re.I,
 )
 
-# Events of /v1/responses and /v1/messages that come before the first token, and chat's chunk that has only a role.
+# Events of /v1/responses and /v1/messages that come before the first token, and a chat's chunk that has only a role.
 _ANNOUNCEMENTS = (
     b"event: response.queued",
     b"event: response.created",
@@ -99,8 +100,8 @@ _ANNOUNCEMENTS = (
 _ONLY_ROLE = re.compile(
     rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"assistant"\s*(?:,\s*"(?:content|reasoning|reasoning_content|refusal|tool_calls|function_call)"\s*:\s*(?:""|null|\[\s*\])\s*)*\}'
 )
-# Bytes that each output event of an API has once, and no other event except chat's chunk with only a role. Quotes
-# within generated text are escaped, so it cannot contain these.
+# Bytes that each output event of an API contains once, and no other event does, except a chat's chunk with only a role.
+# Quotes within generated text are escaped, so that cannot contain these bytes.
 OUTPUT_MARKS = {
     "chat": b'"delta":{"',
     "completions": b'"text":',
@@ -109,7 +110,7 @@ OUTPUT_MARKS = {
 }
 ANY_EVENT = b"\ndata: {"
 _KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
-# Comments, pings and blank lines, each with the blank line after it.
+# Comments and pings, each with the blank line after it, and further blank lines.
 _KEEP_ALIVES = re.compile(
     rb"(?:(?::[^\r\n]*\r?\n|event: ?ping\r?\n|data: ?\{[ \t]*\"type\"[ \t]*:[ \t]*\"ping\"[ \t]*\}\r?\n)*\r?\n)*"
 )
@@ -127,14 +128,17 @@ def media_type(content_type: bytes) -> str:
 
 
 def foreign_head(status: int, content_type: bytes) -> bool:
-    """Return whether a head shows that no engine answered the prompt; without a content type only the body can."""
+    """Return whether an answer's head shows that no inference engine answered the prompt.
+
+    `content_type`: in lower case; without one (b"") only the body can show that, unless the status does.
+    """
     return 200 < status < 400 or (
         status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
     )
 
 
 class Sight(Enum):
-    """The verdict on the first bytes of a body with status 200."""
+    """The verdict on the first bytes of an answer's body with status 200: what they are."""
 
     ANSWER = "an answer, or an error"
     EARLY = "nothing of an answer yet"
@@ -148,9 +152,12 @@ class Sight(Enum):
 
 
 def begins(label: str, data: bytes, streams: bool) -> bool:
-    """Return whether the first bytes show that an answer has begun; if not, `look` tells why.
+    """Return whether the first bytes of a body show that an answer has begun; if not, `look` finds out what they are.
 
-    This is called for each answer; for nearly all of them it needs one search.
+    Called for each answer; nearly all of them take one search for bytes.
+
+    `label`: the API, such as "chat".
+    `streams`: whether the answer is a stream.
     """
     if not streams:
         return data.find(MEMBERS.get(label, b"")) >= 0
@@ -160,10 +167,10 @@ def begins(label: str, data: bytes, streams: bool) -> bool:
 
 
 def _is_announcement(label: str, data: bytes) -> bool:
-    """Return whether the last complete event only announces an answer.
+    """Return whether a stream's last complete event only announces an answer, and has no output.
 
-    vLLM begins each stream of /v1/responses with such events, before it computes anything: measured with 0.32 at 21 ms,
-    the first token at 200 ms.
+    vLLM begins each stream of /v1/responses with such events, before it computes anything: with vLLM 0.32 they came
+    after 21 ms, the first token after 200 ms.
     """
     if label == "chat":
         at = data.rfind(b'"role"')
@@ -182,7 +189,10 @@ def _is_announcement(label: str, data: bytes) -> bool:
 
 
 def has_begun(label: str, tail: bytes) -> bool:
-    """Return whether a stream's last bytes contain output, for a stream whose first bytes did not."""
+    """Return whether a stream has begun its output by now, for a stream whose first bytes contained none.
+
+    `tail`: its last bytes so far.
+    """
     data = b"\n" + _joined(tail)
     if label == "responses" or label == "messages":
         at = data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1
@@ -191,9 +201,9 @@ def has_begun(label: str, tail: bytes) -> bool:
 
 
 def output_events(label: str, data: bytes, first: bool) -> int:
-    """Return how many output events begin in a read of a stream, by one search.
+    """Return how many output events a read of a stream contains, by one search for their mark.
 
-    `first`: no output event came before, so a chunk with only a role may be among them.
+    `first`: whether no output event came before, so that a chunk with only a role may be among them.
     """
     count = data.count(OUTPUT_MARKS.get(label, ANY_EVENT))
     if first and count and label == "chat":
@@ -202,7 +212,10 @@ def output_events(label: str, data: bytes, first: bool) -> int:
 
 
 def next_number(pieces: Iterable[bytes]) -> int:
-    """Return the next sequence number of a response's stream, by its last bytes; 0 if these show none."""
+    """Return the sequence number for one more event of a response's stream.
+
+    `pieces`: the last reads of the stream; if they show no number, 0 is returned.
+    """
     events = (line for line in reversed(b"".join(pieces).splitlines()) if line.startswith(b"data:"))
     for line in islice(events, MOST_UNNUMBERED):
         try:
@@ -213,13 +226,13 @@ def next_number(pieces: Iterable[bytes]) -> int:
 
 
 def _body_at(data: bytes) -> int:
-    """Return where the body begins, after the size of its first chunk and white space."""
+    """Return at which byte the body's text begins, after the size of its first chunk and white space."""
     found = _BEGINS.match(data)
     return found.end() if found is not None else 0  # always found: every part of the pattern is optional
 
 
 def _unframed(data: bytes) -> bytes:
-    """Return the body without chunked framing, if it has any."""
+    """Return the first bytes of a body without their chunked framing, if they have any."""
     try:
         return Chunks().feed(data) if _SIZE.match(data) else data
     except ValueError:
@@ -227,27 +240,34 @@ def _unframed(data: bytes) -> bytes:
 
 
 def _joined(data: bytes) -> bytes:
-    """Return a piece of a body without the chunked framing inside its events."""
+    """Return a piece of a stream's body without the chunked framing inside its events, so that each is in one piece."""
     if data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):
         return _BETWEEN_CHUNKS.sub(b"", data)
     return data
 
 
 def _last_end(data: bytes, since: int = 0) -> int:
-    """Return where the last complete event ends; -1 without one."""
+    """Return at which byte the last complete event of a stream ends, before its blank line; -1 without one."""
     return max(data.rfind(b"\n\n", since), data.rfind(b"\r\n\r\n", since))
 
 
 def has_grown(size: int, looked_at: int) -> bool:
-    """Return whether enough new bytes are held back to parse them all again.
+    """Return whether enough new bytes are held back to parse all of them again.
 
     An engine may write one byte at a time. Parsing at each read would take time that grows with the square of the size.
+
+    `size`: the number of bytes held back now.
+    `looked_at`: their number when they were last parsed.
     """
     return size - looked_at > max(0, looked_at - LOOKED_AT_FREELY) >> 3
 
 
 def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: bool) -> Sight:
-    """Return the verdict on the first bytes of a body, or on all of it (`whole`)."""
+    """Return the verdict on the first bytes of a body with status 200.
+
+    `content_type`: in lower case.
+    `whole`: whether they are the complete body.
+    """
     if streams:
         return Beginning(_SIZE.match(data) is not None).look(label, data, whole)
     at = _body_at(data)
@@ -270,10 +290,12 @@ def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: boo
 
 
 class Beginning:
-    """The first bytes of a stream, as long as no part of the answer is in them.
+    """The first bytes of a stream that are held back, as long as they contain no output.
 
-    Each chunk is unframed once and each event is parsed once, since an engine may send 256 KiB of announcements in
-    chunks of one byte. `body` has no chunked framing.
+    Each chunk is decoded once and each event is parsed once, since an engine may send 256 KiB of announcements in
+    chunks of one byte.
+
+    `body`: these bytes without chunked framing.
     """
 
     __slots__ = ("body", "_chunks", "_read", "_searched", "_looked", "_speaks")
@@ -286,6 +308,7 @@ class Beginning:
         self._add(data)
 
     def _add(self, data: bytes) -> None:
+        """Append a read to `body`, without its chunked framing; invalid framing is kept as it is."""
         self._read += len(data)
         if self._chunks is not None:
             try:
@@ -295,7 +318,7 @@ class Beginning:
         self.body += data
 
     def look(self, label: str, data: bytes, whole: bool) -> Sight:
-        """Add `data` and return the verdict on all bytes so far; `whole`: they are the complete body."""
+        """Add a read, and return the verdict on all bytes so far; `whole`: they are the complete body."""
         self._add(data)
         body = self.body
         at = _body_at(body)
@@ -310,7 +333,7 @@ class Beginning:
             return Sight.SILENT
         if not _FIELD.match(body, at):
             return Sight.FOREIGN
-        # Only complete events are read: an error cut in two must not be taken for a token.
+        # Only complete events are parsed: the first half of an error must not be taken for output.
         end = len(body) if whole else _last_end(body, max(self._looked, self._searched - 3))
         self._searched = len(body)
         if end <= self._looked and not whole:
@@ -325,29 +348,29 @@ class Beginning:
 
 
 def says_anything(stream: bytes) -> bool:
-    """Return whether a stream has any event other than pings and its end.
+    """Return whether a stream contains any event other than pings and `[DONE]`.
 
-    An engine may end its stream without such an event, and so may a proxy whose engine fails. So its absence does not
-    show that something other than an engine answers at the address.
+    If it does not, an engine may have written it all the same, or a proxy whose engine has failed. So a stream without
+    such an event does not show that something else than an engine listens at the address.
     """
     return _SAYS.search(_BETWEEN_CHUNKS.sub(b"", stream)) is not None
 
 
 def keeps_alive(data: bytes) -> bool:
-    """Return whether the bytes held back contain comments or pings, by which the engine keeps the connection alive."""
+    """Return whether a stream's bytes contain comments or pings, by which the engine keeps the connection alive."""
     return _KEEPS_ALIVE.search(data) is not None
 
 
 def has_other_event(data: bytes) -> bool:
-    """Return whether a stream's first bytes have a complete event that is neither comment nor ping."""
+    """Return whether a stream's first bytes contain a complete event that is neither a comment nor a ping."""
     body = _unframed(data)
     return any(body.find(end, keep_alives_end(body, False)) >= 0 for end in _BLANK_LINES)
 
 
 def keep_alives_end(data: bytes, chunked: bool) -> int:
-    """Return how many of a stream's first bytes are nothing but comments and pings.
+    """Return how many of a stream's first bytes are nothing but comments and pings, and can be relayed by themselves.
 
-    The counted bytes end with a complete event and, if the body is chunked, with a complete chunk.
+    These bytes end with a complete comment or ping and, in a body with chunked framing, with a complete chunk.
     """
     if not chunked:
         return len(_KEEP_ALIVES.match(data)[0])  # type: ignore[index]  # it matches the empty string
@@ -365,16 +388,21 @@ def keep_alives_end(data: bytes, chunked: bool) -> int:
 
 
 def speaks_api(tail: bytes, whole: bool) -> bool:
-    """Return whether a stream with this tail was one of an inference API; `whole`: this is all of it."""
+    """Return whether a stream was one of an inference API, by its last bytes; `whole`: these are all of it.
+
+    Too few last bytes of a longer stream count as one.
+    """
     return _EVENT_MARKS.search(tail) is not None or (not whole and len(tail) < _SHORT_TAIL)
 
 
 def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: bool) -> bool:
-    """Return whether an answer that only the end of its connection ended may be complete, by its last bytes (`tail`).
+    """Return whether an answer may be complete that ended with its connection, so that HTTP does not show it.
 
-    A stream must have its API's last event, or an error, and JSON its last bracket; other bodies cannot be checked.
+    A stream must end with its API's last event or with an error, and JSON with a closing bracket. Other bodies cannot
+    be checked, and count as complete.
 
-    `whole`: `tail` is all of the answer; otherwise JSON is assumed to begin with a bracket.
+    `tail`: the answer's last bytes.
+    `whole`: whether these are all of it; otherwise JSON is assumed to begin with a bracket.
     """
     if streams:
         tail = _without_comments(tail)
@@ -388,7 +416,7 @@ def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: 
 
 
 def _without_comments(tail: bytes) -> bytes:
-    """Return a stream's tail without the comments after its last event."""
+    """Return a stream's last bytes without the comments after its last event."""
     if b"\n:" not in tail:
         return tail
     lines = _BETWEEN_CHUNKS.sub(b"", b"\r\n" + tail).split(b"\n")
@@ -402,7 +430,7 @@ def _without_comments(tail: bytes) -> bytes:
 
 
 def _ends_with_last_event(label: str, tail: bytes) -> bool:
-    """Return whether the event at the end is the last one of its API's streams."""
+    """Return whether the event at the end of a stream's last bytes is the one with which its API's streams end."""
     if (mark := _LAST_EVENTS.get(label)) is None:
         return False
     event = _BETWEEN_CHUNKS.sub(b"", b"\r\n" + tail).rstrip()
@@ -413,9 +441,10 @@ def _ends_with_last_event(label: str, tail: bytes) -> bool:
 
 
 def first_error(data: bytes, streams: bool) -> int:
-    """Return `error_status` of the first bytes of a body, which may still have their chunked framing.
+    """Return the HTTP status that an error in the first bytes of a 200's body amounts to; 0 if there is none.
 
-    A chunk whose data is `d` or `da` (the beginning of `data:`) looks like a chunk's size, but is not one.
+    The bytes may still have their chunked framing, which is removed as a whole. `error_status` alone would mistake a
+    chunk whose data is `d` or `da`, the beginning of `data:`, for a chunk's size.
     """
     if streams and data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):
         data = _unframed(data)
@@ -425,7 +454,8 @@ def first_error(data: bytes, streams: bool) -> int:
 def error_status(data: bytes, streams: bool) -> int:
     """Return the HTTP status that an error inside an answer with status 200 amounts to; 0 if there is no error.
 
-    `data`: the first or last bytes of a stream's body, or the first bytes of a non-streamed answer's body.
+    `data`: the first or last bytes of a stream's body, or the first bytes of a body that is not streamed.
+    `streams`: whether the answer is a stream.
     """
     if not streams:
         return _status(data) if data.find(ERROR_MARK, 0, ERROR_WITHIN) >= 0 and _ERROR_BODY.match(data) else 0
@@ -458,7 +488,7 @@ def _is_error(line: bytes) -> bool:
 
 
 def _status(error: bytes) -> int:
-    """Return an error's status by its code, else by its type; 500 if it has neither."""
+    """Return the HTTP status that an error object names as its code, else one that fits its type (400 or 500)."""
     if (code := _CODE.search(error)) is not None:
         return int(code[1])
     return 400 if _CLIENTS_FAULT.search(error) else 500
@@ -466,14 +496,15 @@ def _status(error: bytes) -> int:
 
 # Paths whose answers never report cached tokens, however the engine was started.
 NEVER_TELL_CACHED = frozenset(("/v1/embeddings",))
-# OpenAI chat, completions and responses; Anthropic messages. No engine counts as far as 19 digits.
+# The token counts in OpenAI's chats, completions and responses, and Anthropic's messages. No engine counts as far as 19
+# digits.
 COUNT = re.compile(
     rb'"((?:prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens)"\s*:\s*(\d{1,18})(?!\d)'
 )
 
 
 class Usage(NamedTuple):
-    """Token counts of an answer, None where not reported; `prompt` includes cached tokens."""
+    """The token counts that an answer reports, each None if not reported; `prompt` includes the `cached` tokens."""
 
     prompt: int | None
     completion: int | None
@@ -483,30 +514,30 @@ class Usage(NamedTuple):
 NOTHING = Usage(None, None, None)
 
 
-# An answer may repeat the client's metadata and tools. A quote within a text is escaped, so a match is always a key,
-# and its depth shows whether it is the answer's own.
+# An answer may repeat the client's metadata and tools, which may contain a key of this name. A quote within a text is
+# escaped, so a match is always a key. In how many objects it stands shows whether it is the answer's own.
 USAGE = re.compile(rb'"usage"\s{0,8}:\s{0,8}\{')
-# A text, which may be cut at its end.
+# A JSON string, which may be cut off at its end.
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACE = re.compile(rb"[{}]")
-# The members of a usage that is read without the general search, and the most bytes from it to the end of its line.
+# The members of a usage that `_last_usage` reads, and the most bytes from that usage to the end of its line.
 _OPENAI_COUNTS = frozenset(("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"))
 _CACHED_OTHERWISE = frozenset(
     ("cache_read_input_tokens", "cache_creation_input_tokens", "prompt_tokens", "input_tokens")
 )
 LONGEST_REST = 1024
-MOST_SEARCHED = 2**17  # bytes: an answer of nothing but short texts takes 3 ms
+MOST_SEARCHED = 2**17  # last bytes in which usage is searched: if they are all short strings, that takes 3 ms
 
 
 def _level(bare: bytes) -> int:
-    """Return the change in nesting depth over these bytes, which have no strings."""
+    """Return by how much the nesting of JSON objects and arrays grows over these bytes, which contain no strings."""
     return bare.count(b"{") + bare.count(b"[") - bare.count(b"}") - bare.count(b"]")
 
 
 def read_usage(tail: bytes, depth: int = 1) -> Usage:
-    """Return the token counts in the last bytes of an answer (JSON or the last events of a stream).
+    """Return the token counts in the last bytes of an answer, which is a JSON object or a stream; NOTHING without any.
 
-    `depth`: the number of JSON objects that contain the usage.
+    `depth`: in how many nested JSON objects the usage stands.
     """
     if (usage := _last_usage(tail, depth)) is not None:
         return usage
@@ -523,10 +554,10 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
 
 
 def _last_usage(tail: bytes, depth: int) -> Usage | None:
-    """Return the counts of an answer that ends soon after a usage with the counts of OpenAI's API, else None.
+    """Return the token counts of an answer that ends soon after its usage, in OpenAI's format; None for other answers.
 
-    Nearly all answers do. The bytes from the usage to the end of the line are the rest of `depth` objects, which the
-    JSON parser verifies in a tenth of the time of the general search.
+    Nearly all answers end so. The bytes from the usage to the end of the line are then the rest of `depth` objects.
+    The JSON parser verifies that in a tenth of the time that the general search in `read_usage` takes.
     """
     match = USAGE.match(tail, at) if (at := tail.rfind(b'"usage"')) >= 0 else None
     if match is None or tail[at - 1 : at] == b"\\":
@@ -558,16 +589,18 @@ def _last_usage(tail: bytes, depth: int) -> Usage | None:
     return Usage(*counts)
 
 
-# Like `_TEXT` and `USAGE`, for a read whose escapes are replaced and which may end within a string. No groups, since a
-# replacement with groups takes ten times as long.
+# The patterns of `UsageSearch`, for a read whose escapes are replaced and which may end within a string: a string that
+# is not the key of a usage, and that key at the end of the read. They have no groups, since a replacement with groups
+# takes ten times as long.
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _PLAIN_TEXT = re.compile(rb'(?<!"usage)(?!%b)"[^"]*+"?' % USAGE.pattern)
 _CUT_KEY = re.compile(rb'"usage"\s{0,8}(?::\s{0,8})?\Z')
-USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25  # bytes kept of a usage, which may have counts per turn, and of its key
+# The most bytes kept of a usage, which may have counts for each turn of a response, and the most bytes of its key.
+USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25
 
 
 def _cut_text(plain: bytes) -> bytes:
-    """Return the unfinished string or key at the end of a read, as far as the next read is parsed with it."""
+    """Return the unfinished string or key at the end of a read, as much of it as is needed to parse the next read."""
     if plain.count(b'"') % 2:
         text = plain[plain.rfind(b'"') :]
         return text if len(text) <= USAGE_KEY_BYTES else b'"' + text[-1:].replace(b'"', b"")
@@ -576,9 +609,9 @@ def _cut_text(plain: bytes) -> bytes:
 
 
 class UsageSearch:
-    """A search for the usage of an answer that comes in reads, with any amount of the client's own text after it.
+    """A search for the usage of an answer that comes in reads, and may repeat the client's own text after its usage.
 
-    It keeps the outermost usage, and how many objects have ended since.
+    It keeps the usage that stands in the fewest objects, and how many objects have ended since.
     """
 
     __slots__ = ("_rest", "_level", "_found_at", "_usage")
@@ -589,7 +622,7 @@ class UsageSearch:
         self._level = self._found_at = 0
 
     def feed(self, data: bytes) -> None:
-        """Add the next read; the first one must contain a usage, and may begin anywhere before it."""
+        """Add the next read of the answer; the first one must contain a usage, and may begin anywhere before it."""
         if self._usage is not None and len(self._usage) < USAGE_BYTES:
             self._usage += data[: USAGE_BYTES - len(self._usage)]
         data = self._rest + _joined(data)
@@ -605,14 +638,17 @@ class UsageSearch:
             self._level += 1 + _level(behind)
 
     def usage(self, depth: int) -> Usage:
-        """Return the usage of the complete answer. `depth`: the number of JSON objects that contain the usage."""
+        """Return the usage of the complete answer, NOTHING if the one that was found is not the answer's own.
+
+        `depth`: in how many nested JSON objects the answer's own usage stands.
+        """
         if self._usage is None or self._level != self._found_at - depth:
             return NOTHING
         return counts_of(self._usage)
 
 
 def counts_of(data: bytes, at: int = 0) -> Usage:
-    """Return the counts of a usage object, which may be cut. `at`: the offset after its opening brace."""
+    """Return the token counts of a usage object, which may be cut off. `at`: the offset after its opening brace."""
     end, level = len(data), 1
     for brace in _BRACE.finditer(data, at):
         level += 1 if brace[0] == b"{" else -1
@@ -628,7 +664,7 @@ def counts_of(data: bytes, at: int = 0) -> Usage:
         elif name == b"completion_tokens" or name == b"output_tokens":
             completion = count if completion is None else completion
         else:
-            # Anthropic's input_tokens exclude cached tokens, as vLLM's Messages API does.
+            # Anthropic's API, and vLLM's version of it, counts cached tokens separately from input_tokens.
             if name != b"cached_tokens":
                 besides += count
             if name != b"cache_creation_input_tokens":
@@ -637,7 +673,10 @@ def counts_of(data: bytes, at: int = 0) -> Usage:
 
 
 def believed(usage: Usage, most_read: int, most_written: int) -> Usage:
-    """Return the counts without impossible ones: above the given limits, or more cached than prompt tokens."""
+    """Return the token counts, with None for impossible ones: above a limit, or more cached than prompt tokens.
+
+    `most_read`, `most_written`: the limits for prompt tokens and for output tokens.
+    """
     prompt, completion, cached = usage
     if prompt is not None and prompt > most_read:
         prompt = None

@@ -1,7 +1,7 @@
 """The rewriting of engines' errors into the format of the API that the client called.
 
-vLLM reports requests that its own checks refuse with OpenAI's error object, even at Anthropic's paths, whose clients
-find no type and message in that object.
+If vLLM's own checks refuse a request, it answers with OpenAI's error object, even at Anthropic's paths. Anthropic's
+clients find no type and message in such an object.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from ..exchange import Attempt, Exchange
 
 
 def respelled(exchange: Exchange, attempt: Attempt, data: bytes) -> bytes:
-    """Return the body of an error at one of Anthropic's paths in Anthropic's format, and adapt the attempt's head.
+    """Return the body of an engine's error in Anthropic's format, and give the attempt's head the new length.
 
-    `data`: the complete body of the engine's error.
+    Returns the body as it is if it has that format already, or cannot be read.
+
+    `data`: the complete body, with its chunked framing.
     """
     head, path = attempt.response_head, exchange.request.path
     message = None if head.get(b"content-encoding") else _message(unchunked(data) if head.is_chunked else data)

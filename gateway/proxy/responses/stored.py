@@ -1,8 +1,8 @@
-"""Stored responses (`/v1/responses`), which only the engine that made one can return, cancel or continue.
+"""Stored responses (`/v1/responses`): which replica has each, since only its engine can return, cancel or continue it.
 
-The engine that makes a response is noted when its answer is relayed. If it is not known here, since the answer went
-through another worker or gateway or was long ago, it is found by trying one engine after the other: an engine without
-the response answers 404 before it computes anything.
+The engine that makes a response is noted when its answer is relayed. It is not known here if the answer went through
+another worker or gateway, or was long ago. Then it is found by trying one engine after the other: an engine without the
+response answers 404 before it computes anything.
 """
 
 from __future__ import annotations
@@ -14,47 +14,53 @@ from ...prompt.prompt import LONGEST_RESPONSE_ID
 from ..paths import STORED_RESPONSE
 
 PATH = "/v1/responses"
-MOST = 10_000  # 5 MB
+MOST = 10_000  # stored responses that are remembered, in 5 MB
 # The first id in an answer, streamed or not, is the response's. A client of vLLM may choose it (`request_id`), so it
-# need not begin with `resp_`; with characters other than these it cannot be in a path.
+# need not begin with `resp_`. An id with characters other than these cannot be in a path, and is not remembered.
 _MADE = re.compile(rb'"id": ?"(?:([\w.:-]{1,%d})")?' % LONGEST_RESPONSE_ID)
 
 
 def referred_to(request: Request) -> str | None:
-    """Return the id of the stored response in a request's path, or None; an id in the body is read with the prompt."""
+    """Return the id of the stored response that a request's path names, or None.
+
+    A request that names one in its body gets the id from its prompt later.
+    """
     named = STORED_RESPONSE.fullmatch(request.path)
     return named[1] if named else None
 
 
 class Stored:
-    """A stored response.
+    """A response that an engine has stored.
 
     `replica`: the id of the replica that has it.
-    `counted`: tokens (input, cached, output) that the tenant was charged for it, in any request that returned it.
+    `counted`: the tokens (input, cached, output) that its tenant was charged for it so far, by any request.
     """
 
     __slots__ = ("replica", "counted")
 
     def __init__(self, replica: str):
         self.replica = replica
-        self.counted = (0, 0, 0)  # as in `tenants.ending.Cost`
+        self.counted = (0, 0, 0)
 
 
 class Responses:
-    """The stored responses that were made or requested last, at most MOST."""
+    """The stored responses that were made or requested last, at most MOST of them."""
 
     def __init__(self) -> None:
         self._stored: dict[str, Stored] = {}
 
     def maker(self, response: str | None) -> str | None:
+        """Return the id of the replica that has a stored response, or None if that is not known."""
         stored = self._stored.get(response) if response is not None else None
         return stored.replica if stored is not None else None
 
     def answered(self, replica: str, about: str | None, makes: bool, begin: bytes) -> Stored | None:
-        """Return the stored response that an answer with status 200 creates or returns, or None.
+        """Note which replica has the stored response that an answer with status 200 creates or returns, and return it.
 
-        `about`: the id that the request refers to, or None.
-        `makes`: the answer may create a response, which replaces any known one with the same id.
+        Returns None if the answer is about no stored response.
+
+        `about`: the id of the stored response that the request refers to, or None.
+        `makes`: whether the answer may create a response, which replaces a known one with the same id.
         `begin`: the first bytes of the answer's body.
         """
         told = self._note(about, replica) if about is not None else None

@@ -1,1 +1,1 @@
-"""Streams whose replica failed, resumed on another one (`--continue-streams`)."""
+"""The resumption of streams on another replica after theirs has failed (`--continue-streams`)."""

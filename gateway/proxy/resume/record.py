@@ -1,16 +1,16 @@
 """The record of a stream, from which another replica can resume the stream if its replica fails.
 
-The stream is read event by event, and the client gets complete events only, so what it has always ends with an event.
+The stream is read event by event, and the client gets complete events only, so that its bytes always end with an event.
 The record keeps the text that the client has and, where the engine reports them, the token ids of the prompt and of the
 answer. After a failure another replica writes the rest in one of two ways:
 
-- by ids: its engine gets these ids as the prompt. The last ids are left out, and written again, if their text is
+- by ids: its engine gets these ids as its prompt. The last ids are left out, and generated again, if their text is
   incomplete (part of a character) or if several came in one event.
-- by repetition: its engine gets the same request. Decoding has to be greedy, unless the client has no text yet.
+- by repetition: its engine gets the same request again. Decoding has to be greedy, unless the client has no text yet.
 
 What the engine writes again is compared with the text that the client has, and not relayed. A difference ends the
-stream: nothing is ever joined to text that it does not continue. Streams are read as vLLM 0.28 and 0.32 write them;
-after an unknown event the stream can no longer be resumed, and its events are relayed unchanged.
+stream: the client never gets text that does not continue what it has. Streams are read as vLLM 0.28 and 0.32 write
+them. After an unknown event a stream can no longer be resumed, and its events are relayed unchanged.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ if TYPE_CHECKING:
     from ...prompt import Prompt
     from ...prompt.api.resumable import Terms
 
-LONGEST_EVENT = 2**22  # bytes, without the prompt's ids; engines write no longer events
-LONGEST_UNKEPT = 2**16  # bytes of an event in a stream that cannot be resumed
-ID_BYTES = 12  # most bytes of an id in an event: ten digits, a comma and a blank
+LONGEST_EVENT = 2**22  # the most bytes of an event, without the prompt's ids; engines write no longer ones
+LONGEST_UNKEPT = 2**16  # bytes of an event, in a stream that cannot be resumed, after which its first part is relayed
+ID_BYTES = 12  # the most bytes of a token id in an event: ten digits, a comma and a blank
 OVERHEAD = 1024  # bytes of a record's objects without their contents: 900 with Python 3.11
-IDS, REPEAT, OVER = "ids", "repeat", "over"  # ways to resume a stream; `over`: the gateway writes its end
-# Exceptions raised by reading an event that no known engine writes.
+# The ways to resume a stream: by ids, by repetition, or, if only its end is missing, by an end that the gateway writes.
+IDS, REPEAT, OVER = "ids", "repeat", "over"
+# Exceptions that parsing raises for an event that no known engine writes.
 UNKNOWN = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 _TOKEN_IDS = re.compile(rb'("(?:prompt_token_ids|token_ids)"\s*:\s*)\[[0-9,\s]*\]')
 _PARSED = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
 
 
 class Kind(Enum):
-    """The kinds of events in a stream."""
+    """The kinds of events in a stream: what an event is, or does."""
 
     OPENS = "comes before the text"
     TEXT = "brings text, perhaps none"
@@ -60,11 +61,11 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """An event of a stream.
+    """A parsed event of a stream.
 
     `data`: its JSON object, None if it has none.
-    `text`: its text; `holder[name]`: where the text stands in `data`.
-    `reason`: the engine's reason for the end of generation.
+    `text`: the generated text in it; `holder[name]`: where the text stands in `data`.
+    `reason`: the engine's reason for the end of generation, None if the event names none.
     `ids`: the token ids of the text; `prompt_ids`: those of the prompt; None if not reported.
     """
 
@@ -82,7 +83,7 @@ END, BESIDE, STRANGE = Event(Kind.END), Event(Kind.BESIDE), Event(Kind.STRANGE)
 
 
 def read(label: str, raw: bytes) -> Event:
-    """Parse an event of an API's stream.
+    """Parse an event of an API's stream; one that no known engine writes is of kind STRANGE.
 
     `label`: the API, such as "chat" (`Exchange.label`).
     `raw`: the event without the blank line after it.
@@ -166,6 +167,7 @@ _RESPONSES = {
 
 
 def write(label: str, data: Any) -> bytes:
+    """Return the bytes of an event of an API's stream, with its blank line; `data`: its JSON object."""
     head = b"event: %b\n" % data["type"].encode() if label in ("messages", "responses") else b""
     return b"%bdata: %b\n\n" % (head, orjson.dumps(data))
 
@@ -175,37 +177,39 @@ class StreamRecord:
     """The record of one client's stream, from its first replica to the last one that resumes it."""
 
     resumer: Any  # the `Resumer`, which accounts for each read
-    terms: Terms
-    label: str
+    terms: Terms  # the properties of the request that decide how its stream may be resumed
+    label: str  # the API, such as "chat"
     prompt: Prompt
-    body: bytes = b""  # the request's, while it may be sent again
-    keeps_body: bool = False
-    # What the client has: the head of the first replica's answer, that attempt's index, the number of output events.
+    body: bytes = b""  # the request's body, as long as it may be sent again
+    keeps_body: bool = False  # keep the body even when the client has text, since decoding is greedy
+    # What the client has: the head of the first replica's answer, whether it has chunked framing, the index of that
+    # attempt, and the number of output events.
     head: Head | None = None
     chunked: bool = False
     first: int = 0
     events: int = 0
-    # The parsing of the present replica's answer: chunked framing (None without it), bytes of an incomplete event.
+    # The parsing of the present replica's answer: the decoder of chunked framing (None without framing), and the bytes
+    # of an incomplete event.
     chunks: Chunks | None = None
     part: bytearray = field(default_factory=bytearray)
-    # The answer as far as the client has it. `clean`: the last numbers of ids, and of text bytes (UTF-8), that were
-    # seen to correspond.
+    # The answer as far as the client has it. `clean`: numbers of ids, and of text bytes (UTF-8), that belong together:
+    # the last ones at which it was certain which text the ids are for.
     text: bytearray = field(default_factory=bytearray)
     ids: array[int] = field(default_factory=lambda: array("I"))
     prompt_ids: array[int] = field(default_factory=lambda: array("I"))
     clean: tuple[int, int] = (0, 0)
-    reports_ids: bool = False
-    names: tuple[Any, Any] | None = None  # the stream's id and its time of creation
+    reports_ids: bool = False  # the engine reports token ids
+    names: tuple[Any, Any] | None = None  # the stream's id and its time of creation, by which the client knows it
     item: Any = None  # the id of a response's message
     number: int = -1  # the sequence number of a response's last event
-    passed: int = 0  # events that the client has of those that come before and after the text
-    has_usage: bool = False
-    reason: str | None = None  # why generation ended
-    complete: bool = False
-    # Since the last failure, `way`: how the stream is resumed; `skip`: text that the client has and the present replica
-    # must still repeat; `came`: events that this replica wrote before and after the text; `given`: the number of answer
-    # ids in its prompt; `proven`: it has shown that it uses them; `shown`: it has written new text; `knew_reason`: the
-    # client had the reason for the end.
+    passed: int = 0  # how many events the client has of those that come before and after the text
+    has_usage: bool = False  # the client has an event of those after the text, which report usage
+    reason: str | None = None  # why generation ended, once the client knows
+    complete: bool = False  # the client has the last event
+    # Since the last failure. `way`: how the stream is resumed. `skip`: the text that the client has and the present
+    # replica must still repeat. `came`: how many events this replica has written before and after the text. `given`:
+    # the number of ids of the answer in its prompt. `proven`: it has shown that it uses them. `shown`: it has written
+    # new text. `knew_reason`: the client had the reason for the end already.
     way: str = ""
     skip: bytearray = field(default_factory=bytearray)
     came: int = 0
@@ -213,15 +217,15 @@ class StreamRecord:
     proven: bool = True
     shown: bool = False
     knew_reason: bool = False
-    breaks: int = 0
-    broke_at: float = 0.0
+    breaks: int = 0  # how many replicas have failed within the stream
+    broke_at: float = 0.0  # when the last one did, in monotonic seconds
     broke: str = ""  # the last failure in words, until the stream is resumed
-    lost: str = ""  # why the stream can no longer be resumed
-    counted: int = 0  # bytes of `size` that the budget has counted
+    lost: str = ""  # why the stream can no longer be resumed; "" if it can
+    counted: int = 0  # the `size` that the budget for all records has counted last
 
     @property
     def size(self) -> int:
-        """The bytes of memory that the budget for all records counts."""
+        """The bytes of memory that this record takes, as counted in the budget for all records."""
         if self.is_unread:
             return len(self.part)
         held = OVERHEAD + len(self.body) + len(self.terms.kept) + (len(self.chunks.rest) if self.chunks else 0)
@@ -230,20 +234,21 @@ class StreamRecord:
 
     @property
     def is_unread(self) -> bool:
-        """Whether events are relayed without being read: the stream cannot be resumed, and never was."""
+        """Whether events are relayed without being parsed, since the stream can no longer be resumed and never was."""
         return bool(self.lost) and not self.breaks
 
     @property
     def received(self) -> str:
-        """How much of the answer the client has, in words."""
+        """How much of the answer the client has, in words for the log."""
         return f"{len(self.ids)} tokens" if self.ids else f"{len(self.text + self.skip)} bytes of text"
 
     # --- the stream of the first replica
 
     def begin(self, head: Head, first: int, body: bytes, keeps_body: bool) -> None:
-        """Begin the record when the first replica's answer begins.
+        """Begin to record the answer of the first replica.
 
-        `first`: the index of that replica's attempt.
+        `head`: the answer's head.
+        `first`: the index of that replica's attempt in `Exchange.attempts`.
         `body`: the request's body, kept until the client has text, or to the end with `keeps_body`.
         """
         self.head, self.first, self.body, self.keeps_body = head, first, body, keeps_body
@@ -251,11 +256,14 @@ class StreamRecord:
         self.chunked = self.chunks is not None
 
     def read_from(self, head: Head) -> None:
-        """Begin to read the answer that has this head."""
+        """Begin to parse the answer that has this head."""
         self.chunks, self.part = Chunks() if head.is_chunked else None, bytearray()
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Return what the client gets of a read, and the error that ends the replica's answer, or None."""
+        """Record a read of the replica's answer; return the bytes for the client, and the error that ends it or None.
+
+        The client gets complete events only, without the text that it has already.
+        """
         try:
             body = data if self.chunks is None else self.chunks.feed(data)
         except ValueError as broken:
@@ -279,12 +287,13 @@ class StreamRecord:
         return self.framed(b"".join(out)), error
 
     def take_last(self) -> tuple[bytes, UpstreamError | None]:
-        """Process the end of the body as `take` does; the last event may lack the blank line after it."""
+        """Record the end of the body, and return what `take` returns; the last event may lack its blank line."""
         self.chunks, part = None, bytes(self.part)
         passes = part and (self.is_unread or read(self.label, part).kind is not Kind.STRANGE)
         return self.take(b"\n\n") if passes else (b"", None)
 
     def framed(self, events: bytes) -> bytes:
+        """Return events in the framing of the client's response: as a chunk if that is chunked."""
         return framed(events) if self.chunked else events
 
     @property
@@ -293,7 +302,7 @@ class StreamRecord:
         return END_OF_BODY if self.chunked else b""
 
     def _events(self, data: bytes) -> list[bytes]:
-        """Return the events that a read of the body completes, with line ends of one byte; keep the rest in `part`."""
+        """Return the events that a read of the body completes, with LF as line end; keep the rest in `part`."""
         part = self.part
         if part.endswith(b"\r"):
             del part[-1:]
@@ -313,7 +322,10 @@ class StreamRecord:
         return raw if self.terms.tells_ids else _TOKEN_IDS.sub(rb"\1null", raw)
 
     def _passed(self, raw: bytes) -> bytes:
-        """Return what the client gets of an event; raises UpstreamError if the event shows that the replica failed."""
+        """Record an event and return what the client gets of it.
+
+        Raises UpstreamError if the event shows that the replica failed, or does not continue the client's text.
+        """
         if self.is_unread:
             return self._shown(raw + b"\n\n")
         event = read(self.label, raw)
@@ -325,7 +337,8 @@ class StreamRecord:
         if event.reason == "abort":
             raise UpstreamError(ABORTED, "aborted it")
         self.reports_ids |= bool(event.ids or event.prompt_ids)
-        # Engines that report ids also report a reason for the end; the two newer APIs have a last event of their own.
+        # Engines that report ids also report a reason for the end, and messages and responses end with an event of
+        # their own. Where neither came before `[DONE]`, the engine failed.
         says_why = self.reports_ids or self.label in ("messages", "responses")
         if kind is Kind.END and event.data is None and self.reason is None and says_why and not self.lost:
             raise UpstreamError(CLOSED, "ended its stream without saying why")
@@ -344,12 +357,15 @@ class StreamRecord:
         return self._shown(raw + b"\n\n")
 
     def lose(self, reason: str) -> None:
-        """Mark the stream as one that can no longer be resumed, and free what that would need. `reason`: in metrics."""
+        """Mark the stream as one that can no longer be resumed, and free the memory that this would need.
+
+        `reason`: the label in metrics.
+        """
         self.lost, self.body, self.text = reason, b"", bytearray()
         self.ids = self.prompt_ids = array("I")
 
     def _keep(self, event: Event) -> None:
-        """Record an event that the client gets, or has."""
+        """Record an event that the client gets, or has already."""
         kind, begins = event.kind, not self.breaks or self.way == REPEAT
         if kind in (Kind.OPENS, Kind.CLOSES) and not self.breaks:
             self.passed += 1
@@ -371,7 +387,7 @@ class StreamRecord:
             self.body = b""
 
     def _rename(self, data: dict[str, Any]) -> None:
-        """Give an event the ids and times of the stream's first events, by which the client knows the stream."""
+        """Give an event the id, times and numbers that continue the stream's first events, as the client expects."""
         if self.label in ("chat", "completions"):
             self.names = self.names or (data.get("id"), data.get("created"))
             data["id"], data["created"] = self.names
@@ -400,7 +416,8 @@ class StreamRecord:
         if not self.proven:
             self._prove(event)
         if kind in (Kind.STRANGE, Kind.ERROR):
-            # For example a tool call after text that the client has: all of the call is from this replica.
+            # An unknown event is relayed unchanged if no part of it can be in what the client has, such as a tool call
+            # that follows the client's text in a repetition: all of the call is from this replica.
             if kind is Kind.ERROR or self.way != REPEAT or self.skip or self.label == "responses" or not event.data:
                 raise ValueError(kind)
             self.lose(self.terms.why_strange)
@@ -434,9 +451,10 @@ class StreamRecord:
         return self._shown(write(self.label, event.data))
 
     def _prove(self, event: Event) -> None:
-        """Check that the engine continues from the ids in its prompt; raises UpstreamError if that is not shown.
+        """Check by an event that the engine goes on from the token ids in its prompt, else raise UpstreamError.
 
-        An engine that ignores the ids would answer a prompt that nobody wrote.
+        An engine that ignores the ids would answer a prompt that nobody wrote. An event before the text that does not
+        report the ids shows nothing yet.
         """
         if event.prompt_ids:
             if event.prompt_ids != self.prompt_ids + self.ids:
@@ -446,7 +464,10 @@ class StreamRecord:
             raise UpstreamError(DIFFERS, "was given token ids, and does not report what it goes on from")
 
     def _join_counts(self, usage: dict[str, Any]) -> None:
-        """Make usage count the client's prompt and the whole answer, a part of which was in the engine's prompt."""
+        """Correct a usage in place, so that it counts the client's prompt and the whole answer.
+
+        The engine has counted the part of the answer that it was given as a part of its prompt.
+        """
         usage["prompt_tokens"] = self.prompt.tokens
         usage["completion_tokens"] += self.given
         details = usage.get("prompt_tokens_details")
@@ -463,12 +484,12 @@ class StreamRecord:
 
     @property
     def has_all_text(self) -> bool:
-        """Whether the text is complete, as the reason for the end or the number of known ids shows."""
+        """Whether the client has all of the text, as the reason for the end or the number of its token ids shows."""
         return self.reason is not None or (self.limit is not None and self.clean[0] >= self.limit > 0)
 
     @property
     def lacks_end(self) -> bool:
-        """Whether the client has everything up to the reason for the end and usage, and lacks only the last event."""
+        """Whether the client lacks only the last event: it has the reason for the end, and usage if it asked for it."""
         if self.reason is None or self.complete or self.skip or self.label in ("messages", "responses"):
             return False
         return self.has_usage or not self.prompt.include_usage
@@ -481,16 +502,23 @@ class StreamRecord:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the last replica wrote no text that was new to the client."""
+        """Whether the last replica has written no text that was new to the client."""
         return not (self.shown if self.breaks else self.text)
 
     def break_off(self, why: str, events: int) -> None:
-        """Note that the replica has failed; `events` is the number of output events that the client has."""
+        """Note that the replica has failed within the stream.
+
+        `why`: the failure in words, for the log.
+        `events`: the number of output events that the client has.
+        """
         self.breaks, self.broke_at, self.broke, self.events = self.breaks + 1, monotonic(), why, events
         self.chunks, self.part, self.came, self.shown = None, bytearray(), 0, False
 
     def go_by_ids(self) -> bytes:
-        """Prepare to resume by ids; return those of prompt and answer (uint32 LE), the next engine's prompt."""
+        """Prepare to resume the stream by ids; return the next engine's prompt.
+
+        These are the token ids of the prompt and of the answer so far, as uint32 in little endian.
+        """
         count, end = self.clean
         self.skip = self.text[end:] + self.skip
         del self.ids[count:], self.text[end:]
@@ -498,13 +526,16 @@ class StreamRecord:
         return (self.prompt_ids + self.ids).tobytes()
 
     def go_by_repetition(self) -> None:
-        """Prepare to resume by repetition: the next engine also writes again what the client has."""
+        """Prepare to resume the stream by repetition: the next engine writes again all that the client has."""
         self.skip, self.text = self.text + self.skip, bytearray()
         self.ids, self.prompt_ids, self.clean, self.given, self.proven = array("I"), array("I"), (0, 0), 0, True
         self.knew_reason, self.reason = self.knew_reason or self.reason is not None, None
 
     def closing_events(self) -> bytes:
-        """Return the last events of a chat's or completion's stream whose text is complete and that lacks them."""
+        """Return the events that are missing at the end of a chat's or completion's stream with complete text.
+
+        These are the reason for the end, usage if the client asked for it, and `[DONE]`. b"" if none is missing.
+        """
         if self.complete:
             return b""
         object_ = "chat.completion.chunk" if self.label == "chat" else "text_completion"

@@ -1,8 +1,8 @@
-"""Resumption of streams whose replica failed (`--continue-streams`).
+"""The resumption of streams on another replica, after theirs has failed (`--continue-streams`).
 
 A stream's `StreamRecord` keeps what its client has. This module decides whether a stream is recorded, within a budget
-of bytes, and how it is resumed. `Placing` chooses the other replica as for any request: the prompt and the ids written
-so far are one longer prompt, so it is known which replica has most of it cached.
+of bytes, and how it is resumed after a failure. `Placing` chooses the other replica as for any request: the prompt and
+the token ids written so far make one longer prompt, for which it is known which replica has most of it cached.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.proxy")
 
 PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-MOST_BYTES = 2**22  # bytes of a body; parsing a larger one again would hold the event loop for milliseconds
-MOST_BREAKS = 8  # failures of replicas in one stream
+MOST_BYTES = 2**22  # the longest body: parsing a longer one again would block the event loop for milliseconds
+MOST_BREAKS = 8  # after so many failures of replicas a stream is not resumed again
 ASKS_IDS = b'"return_token_ids":true,'
-LOG_SECONDS, MOST_LINES = 10.0, 10  # in ten seconds at most ten log lines: a dying engine has hundreds of streams
-LONGEST_ID = 200  # characters of a stream's id in the log, which the client may choose
+LOG_SECONDS, MOST_LINES = 10.0, 10  # at most ten log lines in ten seconds: an engine that dies has hundreds of streams
+LONGEST_ID = 200  # the most characters of a request's id in the log, since the client may choose it
 
 
 class ResumableAttempt(Attempt):
@@ -67,7 +67,7 @@ class ResumableAttempt(Attempt):
             self.handler.on_complete(self)
 
     def write(self, data: bytes, error: UpstreamError | None = None) -> None:
-        """Relay `data`, what the client gets of a read; `error` ends the attempt."""
+        """Write to the client what it gets of a read, and fail the attempt if there is an error."""
         self.pieces += 1
         if data:
             if self.exchange.metered:
@@ -82,7 +82,7 @@ class ResumableAttempt(Attempt):
 
 
 class Resumer:
-    """The recording and resumption of streams."""
+    """The recording of streams, and their resumption on another replica."""
 
     def __init__(
         self, placing: Placing, settling: Settling, eligible: Eligibility, metrics: Metrics, budget: int, discreet: bool
@@ -90,18 +90,18 @@ class Resumer:
         """Create the resumer.
 
         `budget`: bytes that all records together may take.
-        `discreet`: errors name no replicas, since clients are tenants.
+        `discreet`: name no replicas in errors, because the clients are tenants.
         """
         self._placing, self._settling, self._eligible, self._metrics = placing, settling, eligible, metrics
         self._budget, self._discreet = budget, discreet
-        self.kept = 0  # bytes held by all records
-        self._refused: dict[Exchange, str] = {}  # why its stream cannot be resumed
+        self.kept = 0  # bytes that all records take
+        self._refused: dict[Exchange, str] = {}  # a stream under way without a record -> why, the label in metrics
         self._lines, self._lines_since = 0, 0.0
 
     # --- the begin, course and end of a stream
 
     def begin(self, exchange: Exchange) -> None:
-        """Record a request's stream if it can be resumed; called before its first attempt is created."""
+        """Give a request a record of its stream, if that can be resumed; called before its first attempt is created."""
         prompt, body = exchange.prompt, exchange.request.body
         if prompt is None or not prompt.stream or prompt.path not in PATHS or exchange in self._refused:
             return
@@ -119,7 +119,11 @@ class Resumer:
         self._count(record)
 
     def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
-        """Return the body to send: `body`, with a request for token ids where useful, or one for a stream's rest."""
+        """Return the body to send for an attempt.
+
+        This is `body`, to which a request for token ids is added if these may serve to resume the stream. To resume a
+        stream, it is a body that asks for the stream's rest, or the request's own once more.
+        """
         record = exchange.stream_record
         if record is None or (attempt.leg is not None and not attempt.streams):
             return body
@@ -135,10 +139,10 @@ class Resumer:
         return b"".join((body[:at], ASKS_IDS, body[at:]))
 
     def _may_have_ids(self, record: StreamRecord, attempt: Attempt) -> bool:
-        """Return whether this attempt's engine can report token ids from which the stream could be resumed.
+        """Return whether this attempt's engine may report token ids from which the stream could be resumed.
 
-        Ids are of no use unless the gateway itself knows the prompt's tokens: the engine's prompt may have more than
-        ids, such as images.
+        They are of no use unless the gateway itself knows the prompt's tokens exactly, because the engine's prompt may
+        contain more than ids, such as images.
         """
         return (
             record.prompt.path in (CHAT, COMPLETIONS)
@@ -149,7 +153,10 @@ class Resumer:
         )
 
     def begun(self, exchange: Exchange, attempt: Attempt, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Return what the client gets of an answer's first bytes, and the error that ends the answer, or None."""
+        """Begin to record an answer; return the first bytes for the client, and the error that ends the answer or None.
+
+        If the answer is no stream that can be resumed, its record is dropped.
+        """
         record, head = exchange.stream_record, attempt.response_head
         if record is None:
             return data, None
@@ -167,7 +174,10 @@ class Resumer:
         return self.taken(attempt, record, record.take(data))
 
     def ended(self, attempt: ResumableAttempt, record: StreamRecord) -> None:
-        """Finish a stream whose HTTP message is complete, unless an event is missing."""
+        """Finish a stream whose HTTP message is complete, or fail the attempt if an event is missing.
+
+        If only the last event is missing, the gateway writes it.
+        """
         written, error = self.taken(attempt, record, record.take_last())
         if error is None and not record.is_unread and record.lacks_end:
             written += record.framed(record.closing_events())
@@ -182,7 +192,7 @@ class Resumer:
     def taken(
         self, attempt: Attempt, record: StreamRecord, taken: tuple[bytes, UpstreamError | None]
     ) -> tuple[bytes, UpstreamError | None]:
-        """Account for a read after `StreamRecord.take`, and return `taken`, the result of that call."""
+        """Update the budget and metrics after a call of `StreamRecord.take`, and return `taken`, its result."""
         if record.shown and record.broke:
             self._metrics.continue_gap_seconds.observe(record.way, monotonic() - record.broke_at)
             self._log(record, f"replica {attempt.backend.id} resumed it")
@@ -190,8 +200,10 @@ class Resumer:
         return taken
 
     def _count(self, record: StreamRecord) -> None:
+        """Update the budget by a record's size; if the budget is exceeded, that stream can no longer be resumed."""
         size = record.size
-        # Until a resuming replica has reported the ids that it was given, the record is needed for the comparison.
+        # As long as a replica that resumes the stream has not shown that it uses the ids that it was given, the record
+        # is needed to compare them.
         if self.kept + size - record.counted > self._budget and record.proven and not record.lost:
             record.lose("budget")
             size = record.size
@@ -199,7 +211,10 @@ class Resumer:
         record.counted = size
 
     def _drop(self, exchange: Exchange, record: StreamRecord, reason: str) -> None:
-        """Drop the record: the answer is relayed unread from here on. `reason`: why, in metrics; "" if not counted."""
+        """Drop the record, so that the answer is relayed without being parsed from here on.
+
+        `reason`: why, the label in metrics; "" for an answer that is not counted there.
+        """
         exchange.stream_record = None
         self.kept -= record.counted
         exchange.attempt_type = MeteredAttempt if exchange.metered else Attempt
@@ -207,9 +222,9 @@ class Resumer:
             self._refused[exchange] = reason
 
     def settled(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """Release the record at the end of a request, before other `on_end` callbacks.
+        """Release the record at the end of a request; the first of the `on_end` callbacks.
 
-        These need the prompt and the event count of the whole stream, which are set here.
+        The other callbacks need the prompt and the number of events of the whole stream, which are set here.
         """
         self._refused.pop(exchange, None)
         record = exchange.stream_record
@@ -224,7 +239,10 @@ class Resumer:
             exchange.attempts[-1].events = max(exchange.attempts[-1].events, record.events)
 
     def _log(self, record: StreamRecord, how: str) -> None:
-        """Log that a stream was resumed, for ten streams in ten seconds; the metrics count all of them."""
+        """Log that a stream was resumed, for at most ten streams in ten seconds; the metrics count all of them.
+
+        `how`: what resumed it, in words.
+        """
         now = monotonic()
         if now - self._lines_since > LOG_SECONDS:
             self._lines, self._lines_since = 0, now
@@ -235,7 +253,10 @@ class Resumer:
     # --- the failure of a replica
 
     def event_after(self, exchange: Exchange) -> ExchangeEvent:
-        """Return the exchange's event for a failure of the attempt that was answering."""
+        """Return the exchange's event after the attempt that was answering has failed.
+
+        INTERRUPTED if another replica may resume the stream, in the way set in its record; else FAILED.
+        """
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         if record is None:
             reason = self._refused.get(exchange, "")
@@ -246,7 +267,10 @@ class Resumer:
         return ExchangeEvent.FAILED
 
     def _refusal(self, exchange: Exchange, record: StreamRecord, attempt: Attempt) -> str:
-        """Return why a stream is not resumed, or "" after setting the way to resume it."""
+        """Return why a stream is not resumed, as the label in metrics; "" if it is, for which `record.way` is set.
+
+        Failures of replicas that wrote no new text count as crashes under the request.
+        """
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS
         if not record.is_unread and (record.complete or record.lacks_end):
@@ -266,11 +290,11 @@ class Resumer:
         return reason
 
     def _way(self, record: StreamRecord) -> tuple[str, str]:
-        """Return the way to resume a stream and "", or "" and the reason why there is no way."""
+        """Return (the way to resume a stream, ""), or ("", the reason why there is none, as the label in metrics)."""
         terms, prompt = record.terms, record.prompt
         reason = terms.no_ids or ("" if record.prompt_ids and record.ids else "ids")
         if not reason and (prompt.media or len(record.prompt_ids) != prompt.tokens):
-            reason = "prompt"  # with media, or another tokenizer, the ids are not the engine's whole prompt
+            reason = "prompt"  # with images, or if the engine has another tokenizer, the ids are not its whole prompt
         if not reason and not terms.greedy and len(record.text) > record.clean[1]:
             reason = "boundary"
         if record.body and (record.is_untouched or (reason and terms.greedy)):
@@ -278,10 +302,10 @@ class Resumer:
         return ("", reason) if reason else (OVER if record.has_all_text else IDS, "")
 
     def _unlike(self, attempt: Attempt, way: str) -> tuple[Backend, ...]:
-        """Return the replicas that cannot resume a stream.
+        """Return the replicas that cannot resume a stream in this way.
 
-        These are the replica that failed, replicas that make other ids of the prompt, and, to resume by ids, replicas
-        that do not accept or report ids.
+        These are the replica that has failed and those that make other token ids of the prompt. To resume by ids, they
+        are also those that do not accept or report ids.
         """
         gone, label = attempt.backend, attempt.exchange.label
 
@@ -293,7 +317,7 @@ class Resumer:
         return (gone, *(one for one in self._eligible.backends.values() if one is not gone and not may(one)))
 
     def resume(self, exchange: Exchange) -> None:
-        """Place the rest of a stream, or end the stream if only its end is missing."""
+        """Have another replica chosen for the rest of a stream, or end the stream if only its end is missing."""
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         assert record is not None
         stream = exchange.id.decode("latin-1")[:LONGEST_ID]
@@ -314,16 +338,16 @@ class Resumer:
         self._placing.place(exchange)
 
     def _close(self, exchange: Exchange, record: StreamRecord) -> None:
-        """Write the end of a stream whose client has all of its text."""
+        """Write the end of a stream whose client has all of its text, and finish the request."""
         data = record.framed(record.closing_events()) + record.end
-        exchange.attempts[-1].tail.append(data)  # without `meter`: it has no output events
+        exchange.attempts[-1].tail.append(data)  # not by `meter`, since these are no output events
         exchange.client.transport.write(data)
         self._metrics.continued_streams.inc(OVER)
         self._log(record, "the gateway wrote its end")
         exchange.handler.dispatch(exchange, ExchangeEvent.FINISHED)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
-        """Relay the first bytes of a replica that resumes the stream."""
+        """Begin to relay the answer of a replica that resumes the stream, with its first bytes (`data`)."""
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         assert record is not None and record.head is not None and isinstance(attempt, ResumableAttempt)
         if record.way == REPEAT and not record.skip:
@@ -340,7 +364,10 @@ class Resumer:
         attempt.data(data)
 
     def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
-        """End a stream that no replica resumed; called after all connections and reservations are released."""
+        """End a stream that no replica has resumed, with an error event that tells the client why.
+
+        Called after the exchange's connections and reserved loads are released.
+        """
         record = exchange.stream_record
         assert record is not None
         exchange.error = error
@@ -361,14 +388,14 @@ class Resumer:
 
 
 def is_open_ended(head: Head) -> bool:
-    """Return whether more bytes, from any replica, may follow a body with this head."""
+    """Return whether a body with this head may go on with bytes from any replica: it has no length and no coding."""
     return (head.is_chunked or head.until_close) and head.get(b"content-encoding") is None
 
 
 def rest_error(attempt: Attempt, opened: Head | None = None) -> UpstreamError | None:
-    """Return why an attempt's answer, by its head, cannot continue the stream that the client has; None if it can.
+    """Return why an attempt's answer cannot continue the stream that the client has, by its head; None if it can.
 
-    `opened`: the head that the client has, if this answer is to be relayed unchanged.
+    `opened`: the head that the client has, if the answer is to be relayed with its own framing; else None.
     """
     head = attempt.response_head
     if attempt.status == 200 and attempt.streams and head.get(b"content-encoding") is None:

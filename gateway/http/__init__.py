@@ -1,1 +1,1 @@
-"""HTTP/1.1 towards clients and replicas: parser, connection pool, flow control. Nothing here is specific to LLMs."""
+"""HTTP/1.1 to clients and replicas: parsing, connection pools, flow control. Nothing here is specific to LLMs."""

@@ -1,6 +1,6 @@
 """HTTP's chunked framing (RFC 9112, 7.1), for answers that the gateway reads itself or relays to HTTP/1.0 clients.
 
-All other answers keep their framing.
+All other answers are relayed with the framing that they have.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ import re
 
 from .upstream import Head, Sink, Upstream, UpstreamError
 
-# A size may begin with any number of zeros; more than eight other digits do not match, instead of being cut off.
+# The line with a chunk's size. It may begin with any number of zeros, but a size of more than eight other digits is
+# invalid, and must not match in part.
 CHUNK = re.compile(rb"(?=[0-9A-Fa-f])0*+([0-9A-Fa-f]{0,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")
 END_OF_BODY = b"0\r\n\r\n"
-# The ends of an event, for engines that end lines with LF and with CRLF.
+# The end of an event in a stream, from engines that end lines with LF and from those that end them with CRLF.
 EVENT_ENDS = b"\n\n", b"\r\n\r\n"
-# The most bytes that the end of an event and of its chunk takes.
+# The most bytes that the end of an event and the end of its chunk take together.
 END_BYTES = 6
 LONGEST_LINES = 65_536  # bytes of a chunk's size line, and of the trailers after the last chunk
 
 
 class Chunks:
-    """A decoder of chunked framing, for a body that comes in reads.
+    """A decoder of chunked framing, for a body that comes in several reads.
 
-    A chunk is returned as it comes, whatever its size, except for its last byte, which waits for the line end after it.
+    The data of a chunk is returned as it comes, except for its last byte, which is kept until the line end after it has
+    come.
 
     `left`: how many bytes of the present chunk are not returned yet.
-    `rest`: bytes that were read and not returned, of the present chunk or a line.
-    `ended`: whether the last chunk has begun.
+    `rest`: the bytes that were read and not returned, of the present chunk or of a line of the framing.
+    `ended`: whether the last chunk, of size 0, has begun.
     """
 
     __slots__ = ("rest", "left", "ended")
@@ -37,7 +39,7 @@ class Chunks:
         self.ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """Return the part of the body in a read; raises ValueError for invalid framing."""
+        """Return the part of the body that a read contains; raises ValueError if the framing is invalid."""
         raw, at, pieces = self.rest + data if self.rest else data, 0, []
         while not self.ended:
             if self.left:
@@ -63,12 +65,12 @@ class Chunks:
 
 
 def framed(data: bytes) -> bytes:
-    """Return a chunk of this data; nothing for no data, which would end the body."""
+    """Return a chunk with this data; b"" for no data, since a chunk of size 0 would end the body."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
 def unchunked(data: bytes) -> bytes:
-    """Return a complete body without its chunked framing, or unchanged if the framing is invalid."""
+    """Return a complete body without its chunked framing, or unchanged if the framing is invalid or has no end."""
     chunks = Chunks()
     try:
         body = chunks.feed(data)
@@ -78,10 +80,13 @@ def unchunked(data: bytes) -> bytes:
 
 
 def ends_with_event(end: bytes, head: Head) -> bool:
-    """Return whether an event can follow a stream's last bytes, at least END_BYTES.
+    """Return whether another event can be written after the bytes that a client has of a stream.
 
-    The bytes must end with a complete event and, in a chunked body, with a complete chunk. Nothing can follow a body
-    with a length.
+    These must end with a complete event and, in a body with chunked framing, with a complete chunk. Nothing can be
+    written after a body with a stated length.
+
+    `end`: the last of these bytes, at least END_BYTES of them.
+    `head`: the head of the answer.
     """
     if head.is_chunked:
         return end.endswith(b"\r\n") and end.endswith(EVENT_ENDS, 0, len(end) - 2)
@@ -89,10 +94,10 @@ def ends_with_event(end: bytes, head: Head) -> bool:
 
 
 class ChunkDecodingSink:
-    """A sink in front of another one that removes chunked framing.
+    """A receiver of an answer that passes it on to another receiver (sink) without its chunked framing.
 
-    Requests of HTTP/1.0 clients are sent to replicas as HTTP/1.1: in HTTP/1.0 the end of a stream and the death of its
-    engine look alike.
+    Used for HTTP/1.0 clients, which do not know this framing. Their requests are nevertheless sent to replicas as
+    HTTP/1.1, since in HTTP/1.0 the end of a stream and the death of its engine look alike.
     """
 
     __slots__ = ("_sink", "_chunks")
@@ -115,6 +120,7 @@ class ChunkDecodingSink:
             self._sink.data(taken)
 
     def _taken(self, data: bytes) -> bytes | None:
+        """Return a part of the body without framing; None if the framing is invalid, which the sink is told."""
         if self._chunks is None:
             return data
         try:

@@ -1,8 +1,8 @@
-"""The client side: connections that parse and collect requests, and write responses as bytes.
+"""The client side of HTTP: connections that parse and collect requests, and write responses as bytes.
 
-One `Downstream` is one client connection. It passes complete requests to the handler, one at a time and in order
-(HTTP/1.1 pipelining): the next request waits until the exchange (the object that answers the present one) calls
-`finish`. A client's protocol errors are answered here, in the same order.
+One `Downstream` is one client's connection. It passes complete requests to the handler, one at a time and in order
+(HTTP/1.1 pipelining): the next request waits until the object that answers the present one, its exchange, calls
+`finish`. Requests that are not valid HTTP, or exceed a limit, are answered here, in the same order.
 """
 
 from __future__ import annotations
@@ -42,50 +42,51 @@ from .sockets import has_data, has_left, reset_when_closed
 log = logging.getLogger("hitherto.wire")
 
 # Pieces of a body of at least this size are kept separately and joined once: for 4 MB that takes 0.1 ms, appending to a
-# buffer 1 to 4 ms. Smaller pieces are appended: kept separately, 2-byte chunks would take 20 times their size.
+# buffer 1 to 4 ms. Smaller pieces are appended, since 2-byte chunks that are kept separately take 20 times their size.
 WHOLE = 4096
-# Allowed bytes of chunk sizes and extensions per byte of a body: a one-byte chunk with its size in eight digits has 12.
+# The allowed bytes of chunk sizes and extensions for each byte of a body. A one-byte chunk whose size is written in
+# eight digits has 12 such bytes.
 FRAMING_PER_BYTE = 16
-# A read (256 kB at most) is parsed in pieces of this size. While parsed requests wait for their turn, the rest of the
-# read stays unparsed: parsing 256 kB of pipelined requests with 200 headers each would take 14 MB, and 0.1 s of the
-# event loop. Within a body a piece may be larger.
+# A read (256 kB at most) is parsed in pieces of PIECE bytes, within a body of BODY_PIECE bytes. While parsed requests
+# wait for their turn, the rest of the read stays unparsed: parsing 256 kB of pipelined requests with 200 headers each
+# would take 14 MB of memory, and 0.1 s of the event loop.
 PIECE, BODY_PIECE = 4096, 65536
 
 
 class Handler(Protocol):
-    """The handler of complete requests.
+    """The handler of complete requests, as connections and the server use it.
 
-    `pulse`: detects stalls of the event loop; the `sweep` right after a stall is skipped.
+    `pulse`: detects stalls of the event loop; the server skips the sweep right after a stall.
     """
 
     pulse: Pulse
 
     def handle(self, client: Downstream, request: Request) -> None:
-        """Answer `request`: at once with `client.reply`, or later by an object that it sets as `client.exchange`."""
+        """Answer a request at once with `client.reply`, or set `client.exchange` to an object that answers it later."""
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
-        """Return the headers and the body of an error with which the connection itself answers.
+        """Return the headers and the body of an error with which a connection itself answers a request.
 
         `target`: the request's target, b"" if it was not read.
         """
 
     def sweep(self, now: float) -> None:
-        """Enforce deadlines; called a few times a second."""
+        """Enforce the deadlines of requests; called a few times a second, with monotonic seconds."""
 
 
 class Clients:
-    """The state that all connections of one server share: handler, limits, bytes of requests in memory."""
+    """The state that all clients' connections of one server share: handler, limits, bytes of requests in memory."""
 
     __slots__ = ("handler", "limits", "head_fault", "origins", "room", "on_full", "held", "draining", "closed")  # fmt: skip
 
     def __init__(self, handler: Handler, limits: Limits):
         self.handler, self.limits, self.head_fault = handler, limits, head_fault
-        self.origins: Origins | None = None  # the pages that may use this server
-        self.room: Room[Downstream] = Room()
+        self.origins: Origins | None = None  # which sites' pages may use this server from a browser
+        self.room: Room[Downstream] = Room()  # all connections, limited by the process's open files
         self.on_full: Callable[[], None] = lambda: None  # called when a connection is refused for lack of files
         self.held = 0  # bytes of all requests in memory, limited by `Limits.requests_bytes`
-        self.draining = False  # new requests are refused by the handler, and each connection ends with its answer
-        self.closed = False  # a connection that is accepted now is closed at once
+        self.draining = False  # the server is to end: each connection is closed after its answer
+        self.closed = False  # the server has ended: a connection that is still accepted is closed at once
 
 
 class Downstream(asyncio.Protocol):
@@ -94,17 +95,17 @@ class Downstream(asyncio.Protocol):
     __slots__ = (
         # for the connection's life
         "clients", "transport", "parser", "closing", "close_at", "close_last", "unsent", "active_at", "reading_paused", "writing_paused", "known", "read",
-        # the request being read
+        # the request that is being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
         "refused", "expects", "again", "framing", "before", "behind", "piece", "completed", "rated", "rated_at",
-        # the request being answered, and those behind it
+        # the request that is being answered, and those that wait behind it
         "exchange", "current", "waiting", "ends_by_close",
-        # bytes received after these requests and not parsed yet: those of `rest` from `rest_at` on
+        # the bytes that were received after these requests and are not parsed yet: those of `rest` from `rest_at` on
         "rest", "rest_at",
-        # bytes of all these requests, and of the one being answered, as counted in `clients.held`
+        # the bytes of all these requests, and of the one being answered, as counted in `clients.held`
         "held", "answering",
         "stranger",  # the last request had no valid API key
-        "crowded",  # there was no room for this connection when it came
+        "crowded",  # no file was free for this connection when it came, so its first request may be refused
     )  # fmt: skip
 
     def __init__(self, clients: Clients):
@@ -113,30 +114,31 @@ class Downstream(asyncio.Protocol):
         self.parser = httptools.HttpRequestParser(self)  # a reference cycle, which `connection_lost` breaks
         self.closing = self.refused = self.reading_paused = self.writing_paused = False
         self.close_at = self.close_last = 0.0
-        self.unsent = 0  # bytes, when a closing connection was last looked at
-        self.active_at = monotonic()
-        self.again = b""
-        self.before = bytearray()  # earlier reads that have a part of the unfinished head
-        self.behind = False  # another request ended in the first of them
-        self.piece = b""  # the read that is being parsed
-        self.known: KnownHead | None = None  # the last request's head
-        self.read: Request | None = None  # parsed from the bytes at hand
-        self.told = 0  # bytes of the current read that the parser has reported
-        self.completed = False  # a request ended in the current read
+        self.unsent = 0  # bytes not sent yet, when the sweep last checked this closing connection
+        self.active_at = monotonic()  # when the last bytes came, or the last answer ended
+        self.again = b""  # a head without its offer to upgrade the connection, to be parsed again
+        self.before = bytearray()  # the earlier reads that contain a part of the unfinished head
+        self.behind = False  # whether another request ended in the first of them
+        self.piece = b""  # the bytes that are being parsed
+        self.known: KnownHead | None = None  # the last request's head, if it can be reused
+        self.read: Request | None = None  # the last request that was parsed from the present read
+        self.told = 0  # how many bytes of the present read the parser has reported by its callbacks
+        self.completed = False  # whether a request ended in the present read
         self.exchange: Responder | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
-        self.ends_by_close = False  # the answer has neither length nor chunks, and ends with the connection
+        self.ends_by_close = False  # whether the answer has neither length nor chunks, and so ends with the connection
         self.rest, self.rest_at = b"", 0
         self.held, self.answering, self.stranger, self.crowded = 0, 0, False, False
         self._clear()
 
     def _clear(self) -> None:
+        """Reset the state of the request that is being read."""
         self.reading = self.head_done = self.expects = False
         self.read_begun = 0.0
         self.head_bytes = 0
-        self.unfinished = 0  # bytes since the parser's last callback
-        self.framing = 0  # bytes after the head that are neither body nor trailer
+        self.unfinished = 0  # bytes that were read since the parser's last callback
+        self.framing = 0  # bytes after the head that belong neither to the body nor to a trailer
         self.target = b""
         self.headers: Headers = []
         self.body: list[bytes | bytearray] = []
@@ -212,14 +214,17 @@ class Downstream(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _feed(self, data: bytes, at: int = 0) -> None:
-        """Parse `data` from offset `at` on; keep the rest once two requests wait or a long read completed one."""
+        """Parse `data` from offset `at` on, piece by piece.
+
+        Once two requests wait, or one was completed in a long read, the rest is kept and parsed later.
+        """
         begun = at
         while not (self.refused or self.closing):
             end = at + (BODY_PIECE if self.reading and self.head_done else PIECE)
             piece = data if at == 0 and end >= len(data) else data[at:end]
             if upgrade := self._parse(piece):
-                # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain
-                # one: read it again without the offer.
+                # Some clients offer h2c (HTTP/2 without TLS) with every request, and the parser stops at such a head.
+                # As the request may be answered without it, its head is parsed again without the offer.
                 head, self.again = self.again, b""
                 self.parser = httptools.HttpRequestParser(self)
                 if not self.refused:
@@ -241,7 +246,7 @@ class Downstream(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        """Parse the bytes that were kept, then resume reading, if at most one request waits."""
+        """Parse the bytes that were kept, then resume reading from the client; only if at most one request waits."""
         if self.closing or not self.reading_paused or len(self.waiting) > 1:
             return
         self.active_at = self.read_begun = monotonic()
@@ -259,7 +264,10 @@ class Downstream(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _parse(self, data: bytes) -> int:
-        """Parse `data`; return the offset at which a head that offers to upgrade the connection ends, or 0."""
+        """Parse `data`; return the offset at which a head ends that offers to upgrade the connection, or 0 without one.
+
+        The parser calls the `on_` methods. Requests that are not valid HTTP are refused.
+        """
         self.told, self.completed, self.piece = 0, False, data
         try:
             self.parser.feed_data(data)
@@ -280,11 +288,13 @@ class Downstream(asyncio.Protocol):
         return 0
 
     def _count_untold(self, size: int) -> None:
-        """Limit the bytes that the parser buffers without a callback.
+        """Limit the bytes that the parser buffers without calling a method: refuse a request with too many.
 
         The parser reports a line only once it is complete, and never reports chunk extensions. In a read in which a
-        request ended, unreported bytes are not counted, since they may belong to either of two requests; such a read is
-        at most 256 kB. `size`: unreported bytes of the last read.
+        request ended, unreported bytes are not counted, since they may belong to either of two requests. Such a read
+        has at most 256 kB.
+
+        `size`: the bytes of the last read that the parser has not reported.
         """
         limit = self.clients.limits.head_bytes
         if self.completed:
@@ -350,9 +360,10 @@ class Downstream(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _is_foreign(self) -> bool:
-        """Return whether the request line is one of RTSP or ICE, which the parser takes as well and does not tell.
+        """Return whether the request line is one of RTSP or ICE: the parser accepts these and does not report it.
 
-        Where another request may come before it in the same reads, such a line anywhere in these counts.
+        The line is looked for in the bytes that were read. If another request may stand before it in these, such a line
+        counts wherever it stands.
         """
         line = b"%b %b" % (self.parser.get_method(), self.target)
         read = self.before + self.piece if self.before else self.piece
@@ -404,11 +415,14 @@ class Downstream(asyncio.Protocol):
         self._take(request, held)
 
     def _take(self, request: Request, held: int) -> None:
-        """Begin the request, or let it wait. `held`: how many of its bytes `clients.held` counts already."""
+        """Begin to answer a complete request, let it wait for its turn, or refuse it if it exceeds the budget of bytes.
+
+        `held`: how many of its bytes are counted in `clients.held` already.
+        """
         if not self._fits(more := request.size + len(request.body) - held):
             self._hold(-held)
             return self._refuse_more(request)
-        self.held += more  # as `_hold`, once a request
+        self.held += more  # what `_hold` does, without the call, for each request
         self.clients.held += more
         if self.current is None and not self.waiting and not self.writing_paused:
             self._begin(request)
@@ -418,30 +432,31 @@ class Downstream(asyncio.Protocol):
     # --- the budget of bytes
 
     def _hold(self, size: int) -> None:
+        """Count `size` more bytes of requests in memory, for this connection and for all; fewer if it is negative."""
         self.held += size
         self.clients.held += size
 
     def _fits(self, size: int) -> bool:
-        """Return whether this client may make the gateway hold `size` more bytes.
+        """Return whether this connection may have `size` more bytes of requests in the gateway's memory.
 
-        It may if the budget then has at least as many free bytes as this client holds, so that a few large clients
-        always leave room for many small ones.
+        It may if at least as many bytes of the budget then remain free as this connection uses. So a few clients with
+        large requests always leave room for many with small ones.
         """
         return self.held + self.clients.held + 2 * size <= self.clients.limits.requests_bytes
 
     # --- for the handler and its exchanges
 
     def serve_stranger(self) -> None:
-        """Mark the client as one without a valid API key: requests that it sends ahead of answers are not kept.
+        """Mark the client as one without a valid API key, whose requests are not kept while another is being answered.
 
-        If the client has not read an earlier answer completely, the connection ends after the current request.
+        If the client has not read an earlier answer completely, the connection ends after the present request.
         """
         self.stranger = True
         if self.current is not None and self.transport.get_write_buffer_size():
             self.current.keep_alive = False
 
     def reply(self, status: int, body: bytes, headers: Headers) -> None:
-        """Answer the current request with a complete response that the gateway itself makes."""
+        """Answer the current request with a complete response that the gateway itself makes, and end the request."""
         request = self.current
         assert request is not None
         close = not request.keep_alive or self.clients.draining
@@ -456,9 +471,10 @@ class Downstream(asyncio.Protocol):
         self.transport.write(data)
 
     def end_stream(self, event: bytes, chunked: bool) -> None:
-        """End a stream that is under way with this event and a complete HTTP message.
+        """Write a last event to a stream that is under way, and end the current request.
 
-        A `chunked` stream's connection is kept: closing it would fail the client's next request on it.
+        `chunked`: whether the stream has chunked framing. Its end is then written, and the connection is kept, since
+            closing it would fail the client's next request on it. Otherwise the stream ends with the connection.
         """
         self.transport.write(framed(event) + END_OF_BODY if chunked else event)
         self.finish(keep_alive=chunked)
@@ -473,14 +489,14 @@ class Downstream(asyncio.Protocol):
     def finish(self, keep_alive: bool = True) -> None:
         """End the current request, whose answer is written: begin the next one, or close the connection."""
         request, self.current, self.exchange = self.current, None, None
-        self.held -= self.answering  # as `_hold`, once a request
+        self.held -= self.answering  # what `_hold` does, without the call, for each request
         self.clients.held -= self.answering
         self.answering = 0
         self.active_at = monotonic()
         if not keep_alive or request is None or not request.keep_alive or self.clients.draining:
             self._close()
         elif self.waiting:
-            # By the event loop, so that a long pipeline of local answers does not nest calls.
+            # Called by the event loop, so that many pipelined requests that are answered at once do not nest calls.
             asyncio.get_running_loop().call_soon(self._next)
         elif self.expects:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -488,15 +504,15 @@ class Downstream(asyncio.Protocol):
             self.clients.room.idle[self] = None
 
     def abort(self) -> None:
-        """Cut the connection so that the client cannot take the response for complete."""
+        """Cut the connection in the middle of an answer, so that the client cannot take the answer for complete."""
         self.break_off()
         self.exchange = self.current = None
         self.closing = True
 
     def break_off(self) -> None:
-        """Close the connection now, and drop what is not sent.
+        """Close the connection now, and drop the bytes that are not sent yet.
 
-        Where the client would take a close for the end of the response, the connection is reset instead.
+        If the client would take a close for the end of its answer, the connection is reset instead.
         """
         if self.ends_by_close and self.busy:
             reset_when_closed(self.transport)
@@ -505,6 +521,7 @@ class Downstream(asyncio.Protocol):
     # --- inside
 
     def _begin(self, request: Request) -> None:
+        """Make a request the current one, and pass it to the handler."""
         self.clients.room.idle.pop(self, None)
         self.current = request
         self.answering = request.size + len(request.body)
@@ -516,13 +533,14 @@ class Downstream(asyncio.Protocol):
             self._failed(error)
 
     def failed(self, exchange: Responder, error: Exception) -> None:
-        """Handle an exception in the code that answers a request."""
+        """Handle an exception in the code that answers a request: log it, and answer 500 if the request is current."""
         if self.exchange is exchange:
             self._failed(error)
         else:
             log.error("a request that was answered made the gateway fail", exc_info=error)
 
     def _next(self) -> None:
+        """Begin the next waiting request, or send a waiting refusal, if no request is being answered."""
         if self.closing or self.current is not None or self.writing_paused or not self.waiting:
             return
         item = self.waiting.popleft()
@@ -533,10 +551,10 @@ class Downstream(asyncio.Protocol):
             self._read_on()
 
     def _failed(self, error: BaseException) -> None:
-        """Log a bug of the gateway, answer 500, and end this connection."""
+        """Log an exception, which is a bug of the gateway, answer 500, and end this connection."""
         log.error("a request made the gateway fail", exc_info=error)
         self.waiting.clear()
-        self.refused = False  # a waiting refusal was just dropped; this answer is the last
+        self.refused = False  # else `_refuse` does nothing; a refusal that waited was dropped above
         exchange, request = self.exchange, self.current
         self.exchange = self.current = None
         if exchange is not None:
@@ -544,13 +562,13 @@ class Downstream(asyncio.Protocol):
         self._refuse(500, "the gateway failed on this request; its log says why", request)
 
     def refuse_at_once(self) -> None:
-        """Send a refused connection its 503 and close it, whether or not its client has sent a request."""
+        """Send a 503 to a client for whose connection no file is free, and close it, without waiting for a request."""
         self._refuse_connection()
         # What is written leaves with this event-loop iteration.
         asyncio.get_running_loop().call_soon(self.break_off)
 
     def can_give_way(self) -> bool:
-        """Return whether this idle connection can be closed without losing an answer or a request."""
+        """Return whether this connection can be closed without losing an answer or a request."""
         return not self.busy and not has_data(self.transport)
 
     def _refuse_connection(self) -> None:
@@ -568,15 +586,17 @@ class Downstream(asyncio.Protocol):
         self._refuse(413, f"request body larger than {self.clients.limits.body_bytes} bytes (max_body_bytes)")
 
     def _refuse(self, status: int, message: str, request: Request | None = None) -> None:
-        """Stop reading from the client, and answer with this error once its earlier requests are answered.
+        """Read no more requests from the client, and answer with this error once its earlier requests are answered.
 
-        `request`: the refused request if it was read completely, else None.
+        The connection is closed after that.
+
+        `request`: the refused request if it was read completely; None if it is the one that is being read.
         """
         if self.refused or self.closing:
             return
         if request is not None:
             refusal = Refusal(status, message, request.target, request.method == "HEAD", request.headers)
-        else:  # before there is a target, the parser's method is the previous request's
+        else:  # as long as there is no target, the parser's method is that of the previous request
             head_only = self.target != b"" and self.parser.get_method() == b"HEAD"
             refusal = Refusal(status, message, self.target, head_only, self.headers)
         self.refused = True
@@ -591,6 +611,7 @@ class Downstream(asyncio.Protocol):
             self.waiting.append(refusal)
 
     def _answer_refusal(self, refusal: Refusal) -> None:
+        """Write an error as the last answer on this connection, and begin to close the connection."""
         target = origin_form(refusal.target)
         headers, body = self.clients.handler.refuse(refusal.status, refusal.message, target)
         if refusal.request_id:
@@ -598,9 +619,9 @@ class Downstream(asyncio.Protocol):
         if self.clients.origins is not None:
             headers = [*headers, *self.clients.origins.headers(refusal.origin)]
         self.transport.write(response(refusal.status, body, headers, head_only=refusal.head_only, close=True))
-        # Closing at once with unread data in the socket would reset it, and the client would lose the answer:
-        # half-close, and discard what comes until the client closes, pauses for `linger_seconds`, or `flush_seconds`
-        # are over.
+        # Closing the connection with unread data in its socket would reset it, and the client would lose the answer. So
+        # only the sending side is closed. What the client still sends is discarded, until it closes the connection or
+        # pauses for `linger_seconds`, but for `flush_seconds` at most.
         limits, now = self.clients.limits, monotonic()
         self.closing = True
         self.close_at, self.close_last = now + limits.linger_seconds, now + limits.flush_seconds
@@ -619,9 +640,9 @@ class Downstream(asyncio.Protocol):
         self.transport.close()
 
     def end(self) -> None:
-        """Close this connection, on which nothing is being answered, at the server's end.
+        """Close this connection, on which nothing is being answered, because the server ends.
 
-        A connection whose request was refused closes by itself, see `_answer_refusal`.
+        A request that is being read is refused. Its connection closes once the client has read the refusal.
         """
         if self.reading:
             self._refuse(503, "the server is shutting down")
@@ -630,11 +651,14 @@ class Downstream(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered, or its answer is not all sent."""
+        """Whether a request is being answered, or an answer is not sent completely."""
         return self.current is not None or self.transport.get_write_buffer_size() > 0
 
     def check(self, now: float) -> None:
-        """Enforce the connection's deadlines; called by the server's sweep."""
+        """Enforce the connection's deadlines: refuse a request that comes too slowly, close an idle connection.
+
+        Called by the server's sweep. `now`: in monotonic seconds.
+        """
         limits, ran = self.clients.limits, self.clients.handler.pulse.ran
         if self.reading_paused and not self.closing and has_left(self.transport):
             self._close()

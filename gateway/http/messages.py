@@ -1,4 +1,4 @@
-"""The parts of HTTP/1.1 common to clients and replicas: status lines, hop-by-hop headers, limits."""
+"""The parts of HTTP/1.1 that both sides use, clients' and replicas': requests, header lines, responses, limits."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import Protocol
 
 Headers = list[tuple[bytes, bytes]]
 
-# RFC 9110 section 7.6.1, and the older names that proxies strip as well. `transfer-encoding` is not here:
-# responses keep their own framing, and a collected request body gets a content-length instead.
+# The headers that are valid for one connection and not forwarded: those of RFC 9110, 7.6.1, and older names that
+# proxies remove as well. `transfer-encoding` is not one of them: responses keep their framing, and a request's body,
+# which is collected, is sent with a content-length instead.
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer upgrade".split()
 )
 
 ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
 
-# The longest head that a connection keeps: idle connections keep theirs, and a client may have thousands.
+# The longest head that a connection keeps (`KnownHead`): idle connections keep theirs, and a client may have thousands.
 KNOWN_BYTES = 8 * 1024
 
-# The most headers of a head that a connection keeps: as objects, short headers take 50 times their bytes.
+# The most headers of such a head: as Python objects, short headers take 50 times their bytes.
 KNOWN_HEADERS = 64
 
-# Approximate memory of a small request besides its body, and of each header besides its bytes: a pair, two strings, an
-# entry by name.
+# The approximate bytes of memory of a small request without its body, and of each header without its own bytes: a pair,
+# two strings, an entry by name.
 REQUEST_BYTES, HEADER_BYTES = 2048, 256
 
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.I)
 
-# Headers that frame or address a message. `Connection` must not name them (RFC 9110, 7.6.1): a recipient that removes
-# them would read another message than one that does not.
+# Headers that say where a message ends, or to whom it goes. A `Connection` header must not name them (RFC 9110, 7.6.1):
+# a recipient that removes the named headers would read another message than one that does not.
 FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
-# Headers of an offer to upgrade the connection, which is never accepted.
+# Headers of an offer to upgrade the connection to another protocol, which is never accepted.
 UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 
-# Most digits of a Content-Length; the parser accepts any number of leading zeros, `int` at most 4,300 digits.
+# The most digits of a Content-Length. The parser accepts any number of leading zeros, `int` at most 4,300 digits.
 LENGTH_DIGITS = 20
 
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
@@ -44,24 +45,29 @@ STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds on what a client may make the gateway hold. Sizes in bytes, times in seconds."""
+    """The limits on what clients may make the gateway keep in memory; sizes in bytes, times in seconds."""
 
     head_bytes: int = 64 * 1024
     header_count: int = 200
     body_bytes: int = 64 * 1024 * 1024
-    # For the requests of all clients that are being received, wait, are being prepared, or have no byte of an answer.
+    # All clients' requests together that are being received, wait, are being prepared, or have no byte of an answer.
     requests_bytes: int = 512 * 1024 * 1024
-    head_seconds: float = 10.0
-    body_seconds: float = 300.0
+    head_seconds: float = 10.0  # for receiving a request's head
+    body_seconds: float = 300.0  # for receiving a request's body
     body_gap_seconds: float = 30.0  # in each such interval a body must come at `body_rate` bytes a second or more
     body_rate: int = 512
-    keep_alive_seconds: float = 75.0
-    linger_seconds: float = 2.0  # after a refusal: the longest pause of a client whose further bytes are discarded
-    flush_seconds: float = 30.0  # the longest time that a refused connection may linger in all
+    keep_alive_seconds: float = 75.0  # after which an idle connection is closed
+    # After a refusal, what the client still sends is discarded, until it pauses for `linger_seconds`, and at most for
+    # `flush_seconds`; then its connection is closed.
+    linger_seconds: float = 2.0
+    flush_seconds: float = 30.0
 
 
 def origin_form(target: bytes) -> bytes:
-    """Return the path and query of a target in absolute form, which a server must accept (RFC 9112, 3.2.2)."""
+    """Return a request target without scheme and host, as path and query.
+
+    A server must accept targets with both (absolute form; RFC 9112, 3.2.2).
+    """
     if target[:1] == b"/" or b"://" not in target:
         return target
     target = ABSOLUTE.sub(b"", target)
@@ -69,10 +75,12 @@ def origin_form(target: bytes) -> bytes:
 
 
 class Responder(Protocol):
-    """The object that answers a request, which the client's connection calls.
+    """The object that answers a request, whose methods the client's connection calls.
 
-    `client_gone`: the client has left. `cut`: the server ends before the answer does.
-    `pause`: the client reads more slowly than the answer comes. `resume`: the client has caught up.
+    `client_gone`: the client has left.
+    `cut`: the server ends before the answer does.
+    `pause`: the client reads more slowly than the answer comes.
+    `resume`: the client has caught up.
     """
 
     def client_gone(self) -> None: ...
@@ -82,7 +90,7 @@ class Responder(Protocol):
 
 
 class Request:
-    """A complete request: head parsed, body collected."""
+    """A complete request of a client, with its head parsed and its body collected."""
 
     __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "size", "named", "_kept")
 
@@ -94,12 +102,12 @@ class Request:
         self.body = body
         self.http10 = http10
         self.keep_alive = keep_alive
-        self.size = REQUEST_BYTES  # bytes of memory besides the body
+        self.size = REQUEST_BYTES  # approximate bytes of memory without the body
 
     def set_headers(self, headers: Headers) -> None:
         """Set the headers, whose names are in lower case.
 
-        Content-Length is left out: the body shows it, and `KnownHead` combines the other headers with other bodies.
+        Content-Length is left out: the body shows it, and `KnownHead` uses the other headers again with other bodies.
         """
         self.headers = [one for one in headers if one[0] != b"content-length"]
         self.named = dict(reversed(self.headers))  # the first value of each name
@@ -111,14 +119,17 @@ class Request:
         return None if value is None else value.decode("latin-1")
 
     def end_to_end(self, drop: frozenset[bytes]) -> bytes:
-        """Return the header lines to forward to the replica, without the names in `drop`; computed once."""
+        """Return the header lines to forward to a replica, without the names in `drop`.
+
+        They are computed once for each `drop`, also for requests with the same head on a connection.
+        """
         kept = self._kept.get(drop)
         if kept is None:
             kept = self._kept[drop] = end_to_end(self.headers, drop)
         return kept
 
     def again(self, body: bytes) -> Request:
-        """Return a request with this head and another body; it shares what was computed from the head."""
+        """Return a request with the same head and another body, which shares all that was computed from the head."""
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
         other.http10, other.keep_alive, other.body, other.size = self.http10, self.keep_alive, body, REQUEST_BYTES
@@ -127,8 +138,10 @@ class Request:
 
 
 class Refusal:
-    """An error with which the connection itself answers a request, instead of passing it to the handler.
+    """An error with which a client's connection itself answers a request, instead of passing it to the handler.
 
+    `target`: the request's target, b"" if it was not read.
+    `head_only`: whether to answer without a body, since the method is HEAD.
     `headers`: the request's headers, as far as they were read.
     """
 
@@ -143,10 +156,11 @@ class Refusal:
 
 
 class KnownHead:
-    """The bytes of a request's head, and the request parsed from them.
+    """The bytes of the last request's head on a connection, and the request that was parsed from them.
 
-    A client usually repeats its head on a connection, except for the body's length, and the parser gives the same
-    result for equal bytes. Skipping it, and keeping the header lines for the replica, saves 14 of 124 us per request.
+    A client usually sends the same head again, except for the body's length, and the parser would give the same result
+    for the same bytes. Not parsing it again, and keeping the header lines for the replica, saves 14 of 124 us per
+    request.
     """
 
     __slots__ = ("_before", "_after", "_request")
@@ -156,9 +170,9 @@ class KnownHead:
 
     @classmethod
     def of(cls, data: bytes, request: Request) -> KnownHead | None:
-        """Return the head of `data`, from which `request` was parsed; None if it cannot be reused.
+        """Return the head at the beginning of `data`, from which `request` was parsed; None if it cannot be reused.
 
-        It can be reused if `data` is exactly one request, with a Content-Length in digits.
+        It can be reused if `data` is exactly one request, with a Content-Length, and its head is not too long.
         """
         end = data.find(b"\r\n\r\n") + 4
         length, size = LENGTH.search(data, 0, end), len(request.body)
@@ -182,11 +196,11 @@ class KnownHead:
 
 
 def connection_tokens(headers: Headers) -> set[bytes]:
-    """Return the header names that a `Connection` header declares to be hop-by-hop (RFC 9110, 7.6.1)."""
+    """Return the names in `Connection` headers, in lower case: headers for this connection only (RFC 9110, 7.6.1)."""
     return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
 
 
-# Tells an HTTP/1.0 client that the connection stays open; otherwise it reads until the connection closes.
+# This header tells an HTTP/1.0 client that the connection stays open; without it the client waits for the close.
 KEEP_ALIVE = (b"connection", b"keep-alive")
 
 
@@ -210,7 +224,10 @@ def head_fault(version: str, headers: Headers) -> tuple[int, str] | None:
 
 
 def without_upgrade(headers: Headers) -> Headers:
-    """Return the headers without an offer to upgrade the connection. Other `Connection` tokens are kept."""
+    """Return the headers without an offer to upgrade the connection to another protocol.
+
+    The other names in `Connection` headers are kept.
+    """
     kept = []
     for name, value in headers:
         if name == b"connection":
@@ -220,7 +237,7 @@ def without_upgrade(headers: Headers) -> Headers:
 
 
 def end_to_end(headers: Headers, drop: frozenset[bytes] = HOP_BY_HOP) -> bytes:
-    """Return the header lines to forward: without the names in `drop`, and without those that `Connection` names."""
+    """Return the header lines to forward, without the names in `drop` and those that a `Connection` header names."""
     named = connection_tokens(headers) - FRAMING
     return b"".join(
         [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in drop and name not in named]
@@ -235,9 +252,10 @@ def response(
     head_only: bool = False,
     close: bool = False,
 ) -> bytes:
-    """Return the bytes of a complete response.
+    """Return the bytes of a complete HTTP/1.1 response, with a content-length.
 
-    `head_only`: state the length of the body but leave the body out (HEAD).
+    `head_only`: leave the body out, but state its length, as in the answer to HEAD.
+    `close`: tell the client that the connection will be closed.
     """
     lines = b"".join([b"%b: %b\r\n" % header for header in headers])
     ending = b"connection: close\r\n" if close else b""

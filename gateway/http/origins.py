@@ -1,4 +1,4 @@
-"""Which other sites' pages may use this server from a browser (CORS, in the Fetch standard; `--allow-origin`)."""
+"""CORS: which other sites' pages may use this server from a browser (Fetch standard; `--allow-origin`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 
 
 def check_origin(text: str) -> str:
-    """Return one value of `--allow-origin` if it is valid. Raises ValueError."""
+    """Return one value of `--allow-origin` if it is valid, else raise ValueError."""
     if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@\"']+", text):
         raise ValueError(
             f"{text[:300]!r} is not an origin as browsers write it, like https://app.example or "
@@ -23,25 +23,30 @@ def check_origin(text: str) -> str:
 
 
 class Origins:
-    """The allowed origins, and the response headers that their pages may read (`exposed`)."""
+    """The origins whose pages may use this server, and the CORS headers for them.
+
+    `allowed`: the origins; "*" allows all.
+    `exposed`: the names of response headers that their pages may read, separated by commas.
+    """
 
     def __init__(self, allowed: Sequence[str], exposed: bytes):
         self._all, self._allowed, self._exposed = ANY in allowed, frozenset(allowed), exposed
 
     def headers(self, origin: str | None) -> Headers:
-        """Return the CORS headers of a response. `origin`: the request's Origin header, or None."""
+        """Return the CORS headers for a response. `origin`: the request's Origin header, or None."""
         found: Headers = [] if self._all else [(b"vary", b"Origin")]
         if (allowed := self._allowed_as(origin)) is not None:
             found += (b"access-control-allow-origin", allowed), (b"access-control-expose-headers", self._exposed)
         return found
 
     def lines(self, origin: str | None) -> bytes:
+        """Return the CORS headers for a response as header lines."""
         return b"".join([b"%b: %b\r\n" % header for header in self.headers(origin)])
 
     def preflight(self, request: Request) -> tuple[int, bytes, Headers] | None:
-        """Return the answer to a preflight request, or None for any other request.
+        """Return the (status, body, headers) that answer a browser's preflight request; None for any other request.
 
-        The answer lacks the headers that `headers` returns, which are added to every answer.
+        The headers do not include those of the method `headers`, which are added to every answer.
         """
         origin = request.header(b"origin")
         if request.method != "OPTIONS" or origin is None or request.header(b"access-control-request-method") is None:
@@ -56,6 +61,7 @@ class Origins:
         return 200, b"", headers
 
     def _allowed_as(self, origin: str | None) -> bytes | None:
+        """Return the value of `access-control-allow-origin` for this origin, or None if it is not allowed."""
         if origin is None or not (self._all or origin in self._allowed):
             return None
         return b"*" if self._all else origin.encode("latin-1")

@@ -1,4 +1,4 @@
-"""The choice of clients' connections to close when the process nears its limit of open files."""
+"""The limit on clients' connections: which to close or to refuse when the process nears its limit of open files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger("hitherto.wire")
 
-# Clients' connections leave a reserve of file descriptors free for connections to replicas and for the gateway's own
+# Clients' connections must leave a reserve of file descriptors for connections to replicas and for the gateway's own
 # work. The reserve is a quarter of the limit of open files, and at most this many descriptors. TLS handshakes under way
-# may use half of the reserve, and refused connections that are not closed yet a quarter.
+# may use half of the reserve, and refused connections that are not closed yet a quarter of it.
 MOST_RESERVED = 8192
-FEWEST_FILES = 4096  # 1,500 streams; the usual hard limit is 524,288 or more
+FEWEST_FILES = 4096  # a lower limit is worth a warning: this allows 1,500 streams, the usual one is 524,288 or more
 OWN_FILES = 30  # files of a gateway with three replicas, counted on Linux: log, listening sockets, probes, KV events
-# Limit of TLS handshakes under way: each takes 55 kB, and one whose client is silent ends after `head_seconds`.
+# The most TLS handshakes under way: each takes 55 kB, and one whose client sends nothing ends after `head_seconds`.
 MOST_HANDSHAKES = 4096
-LOOKS = 64  # idle connections checked beyond those to close; nearly always the first can be closed
+LOOKS = 64  # how many more idle connections than needed are checked; nearly always the first one can be closed
 SAY_SECONDS = 60.0  # between two log lines
 OPEN = "/proc/self/fd"
-LISTED = 2048  # names listed per sweep on average: listing 8,192 took 7 ms on a kernel before 6.2
+LISTED = 2048  # open files listed per sweep on average: listing 8,192 took 7 ms on a kernel before 6.2
 
 
 class Connection(Protocol):
-    """The part of a client's connection that `Room` uses."""
+    """The methods of a client's connection that `Room` uses."""
 
     def can_give_way(self) -> bool: ...
     def abort(self) -> None: ...
@@ -38,10 +38,11 @@ C = TypeVar("C", bound=Connection)
 
 
 class Room(Generic[C]):
-    """The share of the process's open files that one server's connections may use.
+    """The clients' connections of one server, and the share of the process's open files that they may use.
 
-    When the share is used up, a new connection closes the one that has been idle longest. If none is idle, the new one
-    is refused with a 503; at the process's own limit the event loop would reset it without an answer.
+    When the share is used up and a new connection comes, the one that has been idle longest is closed. If none is idle,
+    the new one is refused with a 503. Without the share, the event loop would reset it without an answer, once the
+    process is at its own limit.
     """
 
     __slots__ = ("connections", "handshakes", "idle", "refused", "_others", "_skip", "_said_at")
@@ -50,9 +51,9 @@ class Room(Generic[C]):
         self.connections: set[C] = set()
         self.handshakes: dict[asyncio.Task[None], None] = {}  # TLS handshakes under way, the oldest first
         self.idle: OrderedDict[C, None] = OrderedDict()  # connections without a request, the longest idle first
-        self.refused: OrderedDict[C, None] = OrderedDict()  # the oldest first
+        self.refused: OrderedDict[C, None] = OrderedDict()  # refused and not closed yet, the oldest first
         self._others = 0  # open files that are not clients' connections, as last counted by `keep`
-        self._skip = 0
+        self._skip = 0  # how many sweeps `keep` still has to skip
         self._said_at = float("-inf")
 
     @property
@@ -62,10 +63,14 @@ class Room(Generic[C]):
 
     @property
     def most_handshakes(self) -> int:
+        """The most TLS handshakes that may be under way at once."""
         return min(MOST_HANDSHAKES, _reserved() // 2)
 
     def enter(self, client: C) -> bool:
-        """Add a new connection; return False if no file is free for it, in which case its first request is refused."""
+        """Add a new connection; return False if no file is free for it, so that its first request has to be refused.
+
+        If too many refused connections are open, the oldest of them is refused at once.
+        """
         self.connections.add(client)
         if self.admit(client):
             self.idle[client] = None
@@ -76,7 +81,7 @@ class Room(Generic[C]):
         return False
 
     def admit(self, client: C) -> bool:
-        """Return whether a file is free for this connection, new or refused before; may close an idle one."""
+        """Return whether a file is free for a connection, new or refused before; an idle one may be closed for that."""
         if self._short_by() > 0 and not self._make_room(1):
             return False
         self.refused.pop(client, None)
@@ -91,7 +96,7 @@ class Room(Generic[C]):
     def keep(self) -> None:
         """Count the open files that are no client's connection, and close idle connections if the reserve is in use.
 
-        Called at each sweep, since every stream opens a file for its replica.
+        Called at each sweep, because every stream opens a file for the connection to its replica.
         """
         if self._skip:
             self._skip -= 1
@@ -108,15 +113,15 @@ class Room(Generic[C]):
             self._make_room(short)
 
     def _short_by(self) -> int:
-        """Return how many files of the reserve are in use; 0 or less if none is."""
+        """Return how many files of the reserve clients' connections use; 0 or less if none."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return 0 if files == resource.RLIM_INFINITY else self._others + self.open - (files - _reserved())
 
     def _make_room(self, count: int) -> bool:
-        """Close up to `count` idle connections, and return whether any was closed.
+        """Close up to `count` idle connections, the longest idle first; return whether any was closed.
 
-        A connection whose answer is not all sent, or whose next request lies unread in its socket, is kept and counts
-        as the newest.
+        A connection whose answer is not sent completely, or whose next request is in its socket and not read yet, is
+        kept, and counts as the one that became idle last.
         """
         closed = 0
         for _ in range(min(len(self.idle), count + LOOKS)):
@@ -140,9 +145,9 @@ class Room(Generic[C]):
 
 
 def too_few(files: int) -> str:
-    """Return a sentence on how few streams this limit of open files allows; "" if it is FEWEST_FILES or more.
+    """Return a text for a warning that this limit of open files allows few streams; "" if it is FEWEST_FILES or more.
 
-    Each stream has a connection to its client and one to its replica.
+    Each stream takes two files: the connection to its client and the one to its replica.
     """
     if files == resource.RLIM_INFINITY or files >= FEWEST_FILES:
         return ""
@@ -151,7 +156,10 @@ def too_few(files: int) -> str:
 
 
 def _reserved(files: int | None = None) -> int:
-    """Return how many descriptors clients must leave free. `files`: the limit, None for this process's limit."""
+    """Return how many file descriptors clients' connections must leave free.
+
+    `files`: the limit of open files; None: this process's present limit.
+    """
     if files is None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_RESERVED if files == resource.RLIM_INFINITY else min(files // 4, MOST_RESERVED)

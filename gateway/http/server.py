@@ -14,12 +14,15 @@ from .messages import Limits
 
 log = logging.getLogger("hitherto.wire")
 
-SWEEP_SECONDS = 0.25
-# A sweep checks only a part of many connections: 10,000 at once stalled the event loop for 3.4 ms and took 1.6 % of a
-# core. All are checked within 16 sweeps, 4 s, and at least 64 in each sweep; the shortest deadline is 2 s.
+SWEEP_SECONDS = 0.25  # between two sweeps, which check deadlines
+# If there are many connections, a sweep checks only a part of them: 10,000 at once stalled the event loop for 3.4 ms
+# and took 1.6 % of a core. All are checked within 16 sweeps (4 s), and at least 64 in each. The shortest deadline of a
+# connection is 2 s.
 SWEEPS_TO_SEE_ALL, SEEN_AT_LEAST = 16, 64
-FLUSH_SECONDS = 2.0  # to send the last bytes of answers when the server ends
-SHUTDOWN_SECONDS = 3600.0  # limit for closing a TLS connection: the rest is sent, and the client answers the close
+FLUSH_SECONDS = 2.0  # for sending the last bytes of answers when the server ends
+# For closing a TLS connection: the rest of an answer is sent, then the client has to answer the close. The sweep closes
+# connections of clients that do not read earlier than that.
+SHUTDOWN_SECONDS = 3600.0
 
 
 def allow_many_connections() -> None:
@@ -32,8 +35,8 @@ def allow_many_connections() -> None:
 class _Accepted(asyncio.Protocol):
     """An accepted connection before its TLS handshake.
 
-    Event loops do not report handshakes that are still running, so the socket is duplicated and its handshake started
-    separately, where it can be counted.
+    Event loops do not report handshakes that are still under way. So the socket is duplicated, and a handshake that can
+    be counted is started on the copy.
     """
 
     def __init__(self, server: Server, tls: ssl.SSLContext):
@@ -48,7 +51,11 @@ class _Accepted(asyncio.Protocol):
 
 
 class Server:
-    """The HTTP server of one process. Connections share `limits`, and `handler` answers their requests."""
+    """The HTTP server of one process.
+
+    `handler`: answers the requests of all connections.
+    `limits`: what clients may make the server hold; the limit on all requests' bytes is shared by all connections.
+    """
 
     def __init__(self, handler: Handler, limits: Limits = Limits()):
         self.clients = Clients(handler, limits)
@@ -71,13 +78,13 @@ class Server:
 
     @property
     def held(self) -> int:
-        """The bytes of the requests of all connections."""
+        """The bytes in memory of the requests of all connections."""
         return self.clients.held
 
     async def start(self, host: str, port: int, shared: bool = False, tls: ssl.SSLContext | None = None) -> int:
-        """Listen on `host` and `port` (0: any free port), and return the port. Raises OSError if it is taken.
+        """Begin to listen on `host` and `port` (0: any free port), and return the port; raises OSError if it is taken.
 
-        `shared`: other processes listen on the same port, and the kernel spreads connections over all of them.
+        `shared`: whether other processes listen on the same port; the kernel spreads connections over all of them.
         `tls`: the context if clients must use TLS, else None.
         """
         loop = asyncio.get_running_loop()
@@ -92,7 +99,7 @@ class Server:
         return bound
 
     def shake_hands(self, client: socket.socket, tls: ssl.SSLContext) -> None:
-        """Begin the TLS handshake of an accepted connection; if too many are under way, cancel the oldest one."""
+        """Begin the TLS handshake of an accepted connection; if too many are under way, cancel the oldest of these."""
         room = self.clients.room
         if room.handshakes and len(room.handshakes) >= room.most_handshakes:
             oldest = next(iter(room.handshakes))
@@ -103,10 +110,11 @@ class Server:
         task.add_done_callback(lambda task: room.handshakes.pop(task, None))
 
     async def _secure(self, client: socket.socket, tls: ssl.SSLContext) -> None:
+        """Perform the TLS handshake of a connection, after which its requests are answered."""
         loop, seconds = asyncio.get_running_loop(), self.clients.limits.head_seconds
         connection = Downstream(self.clients)
         try:
-            # The sweep limits the time of a close, as it sees whether a slow client is still reading.
+            # The limit for closing is long, since the sweep ends a close earlier if the client does not read any more.
             await loop.connect_accepted_socket(
                 lambda: connection,
                 client,
@@ -121,6 +129,7 @@ class Server:
                 connection.parser = None  # as `connection_lost` does
 
     def _sweep(self) -> None:
+        """Check the deadlines of a part of the connections, and let the handler check those of requests."""
         # Schedule the next sweep first: deadlines must be kept even if this one fails.
         self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
         now = monotonic()
@@ -141,6 +150,7 @@ class Server:
         self.clients.handler.sweep(now)
 
     def _next_part(self) -> list[Downstream]:
+        """Return the connections to check in this sweep."""
         if not self._unseen:
             self._unseen = list(self.connections)
             self._part = max(SEEN_AT_LEAST, len(self._unseen) // SWEEPS_TO_SEE_ALL + 1)
@@ -153,9 +163,9 @@ class Server:
         return sum(connection.busy for connection in self.connections)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests (the handler answers 503), and wait up to `seconds` for answers in progress.
+        """Have each connection closed after its answer, and wait up to `seconds` for answers in progress.
 
-        Idle connections stay open: a client that sends a request on one gets a 503, not a reset.
+        Idle connections stay open: a client that sends a request on one gets a 503 from the handler, not a reset.
         """
         self.clients.draining = True
         self._drained_by = monotonic() + seconds
@@ -167,17 +177,19 @@ class Server:
         self._drained_by = 0.0
 
     async def end(self) -> int:
-        """Close every connection, and return how many were cut while an answer was in progress."""
+        """Close all connections and stop listening; return how many were cut while an answer was in progress."""
         await self._flush(monotonic() + FLUSH_SECONDS)
         cut = self.busy
         await self.close()
         return cut
 
     async def _flush(self, deadline: float) -> None:
-        """Send the rest of all complete answers, and refuse requests that are still being received.
+        """Send the rest of all complete answers until a deadline, and refuse requests that are still being received.
 
-        A TLS connection may hold bytes in the transport below it, which cannot be seen: an orderly close sends them,
-        and ends when the client has answered.
+        A TLS connection may have bytes in the transport below it, which cannot be seen from here. An orderly close
+        sends these, and ends when the client has answered it.
+
+        `deadline`: in monotonic seconds.
         """
         answered = {connection for connection in self.connections if connection.current is None}
         for connection in answered:
@@ -186,7 +198,7 @@ class Server:
             await asyncio.sleep(0.005)
 
     async def close(self) -> None:
-        """Cut every connection and stop listening."""
+        """Cut all connections now and stop listening."""
         self.clients.closed = True
         self.clients.handler.pulse.stop()
         if self._sweeper is not None:

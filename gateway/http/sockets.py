@@ -1,4 +1,4 @@
-"""The state of a connection that the kernel knows and the event loop does not report."""
+"""What the kernel knows of a connection and the event loop does not report: unread data, a peer that has left."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import struct
 import termios
 
 _BYTES, _LINGER = struct.Struct("i"), struct.Struct("ii")
-# TCP keep-alive: seconds of silence before the first probe, seconds between probes, and unanswered probes until the
-# connection ends.
+# TCP keep-alive: seconds without data before the first probe, seconds between probes, and how many unanswered probes
+# end the connection.
 SILENT_SECONDS, ASK_SECONDS, MOST_UNANSWERED = 10, 5, 3
 
 
 def has_left(transport: asyncio.Transport) -> bool:
-    """Return whether the peer has closed its side, which is not noticed while reading is paused."""
+    """Return whether the peer has closed its side, which the event loop does not notice while reading is paused."""
     return bool(_events(transport, select.POLLRDHUP))
 
 
 def has_data(transport: asyncio.Transport) -> bool:
-    """Return whether the peer has sent data that is not read yet, and has not left."""
+    """Return whether the peer has sent data that is not read yet, and has not closed its side."""
     return _events(transport, select.POLLIN | select.POLLRDHUP) == select.POLLIN
 
 
 def _events(transport: asyncio.Transport, asked: int) -> int:
+    """Return which of the poll events `asked` for (a bit mask) a connection has now; 0 if it is closed."""
     poll = select.poll()
     try:
         poll.register(_socket(transport).fileno(), asked)
@@ -38,7 +39,7 @@ def _events(transport: asyncio.Transport, asked: int) -> int:
 
 
 def _socket(transport: asyncio.Transport) -> socket.socket:
-    """Return a connection's socket; raises OSError if it is closed, in which case uvloop reports None."""
+    """Return a connection's socket; raises OSError if it is closed, for which uvloop returns None."""
     found: socket.socket | None = transport.get_extra_info("socket")
     if found is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -46,9 +47,9 @@ def _socket(transport: asyncio.Transport) -> socket.socket:
 
 
 def reset_when_closed(transport: asyncio.Transport) -> None:
-    """Make the close reset the connection, so that the peer cannot take a partial response for complete.
+    """Make the next close a TCP reset, so that the peer cannot take a response that was cut off for a complete one.
 
-    Bytes that are not sent yet are dropped.
+    Bytes that are not sent by then are dropped.
     """
     with contextlib.suppress(OSError):  # it is closed
         _socket(transport).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
@@ -65,10 +66,10 @@ def ask_when_silent(transport: asyncio.Transport) -> None:
 
 
 def has_unacknowledged(transport: asyncio.Transport) -> bool:
-    """Return whether the peer's kernel has not acknowledged all bytes that were sent to it.
+    """Return whether some bytes that were sent are not acknowledged by the peer's kernel.
 
-    If so, the peer's process cannot have read all of them. The result is valid after a reset, too. It does not show
-    bytes that the peer's kernel acknowledged and its process did not read.
+    Then the peer's process cannot have read all of them. This also holds after the connection was reset. The reverse
+    does not hold: bytes may be acknowledged by the peer's kernel and not read by its process.
     """
     try:
         (left,) = _BYTES.unpack(fcntl.ioctl(_socket(transport).fileno(), termios.TIOCOUTQ, bytes(_BYTES.size)))

@@ -1,7 +1,8 @@
-"""The replica side: pooled connections whose response bytes pass through untouched.
+"""The replica side of HTTP: pooled connections, whose response bytes are passed on unchanged.
 
-A parser reads along only to find where the response's head ends, where the message ends, and whether the connection may
-be reused. The bytes themselves, chunk framing included, go to the sink (the response's receiver) as they came.
+The bytes are also parsed, but only to find where the response's head ends, where the response ends, and whether the
+connection may be used again. The receiver of the response, its sink, gets the bytes of the body as they came, with
+their chunked framing.
 """
 
 from __future__ import annotations
@@ -27,25 +28,27 @@ from .sockets import ask_when_silent, has_unacknowledged
 
 log = logging.getLogger("hitherto.wire")
 
-# vLLM (uvicorn) closes a connection that is idle for 5 s; a request sent on it later may be lost.
+# How long an idle connection may be used. vLLM (uvicorn) closes one that is idle for 5 s, and a request sent on it at
+# that time may be lost.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
-# A reset this soon after a request was sent shows that the request was not read: a kernel resets a connection at once
-# if its process closed it, or ended, before reading everything. Later resets may come from proxies and timeouts, after
-# the request has run.
+# A reset of the connection this soon after a request was sent shows that the request was not read: a kernel resets a
+# connection at once if its process closed it, or ended, before it had read everything. Later resets may come from
+# proxies and timeouts, after the request was served.
 UNREAD_SECONDS = 0.25
 HEAD_BYTES = 64 * 1024
-# The parser buffers a trailer line until it ends, without a callback. So after each SEARCH_BYTES of a chunked response,
-# line ends are searched for: there are some between chunks, and no engine sends one chunk of LINE_BYTES.
+# A peer may send a trailer line that never ends, which the parser buffers without a callback. So after each
+# SEARCH_BYTES of a chunked response, line ends are searched for. There are some between chunks, and no engine sends a
+# chunk of LINE_BYTES.
 SEARCH_BYTES, LINE_BYTES = 2**20, 2**24
 NEWLINE = 0x0A
 
 
 class UpstreamError(Exception):
-    """A failure of the replica: no connection, closed early, or not HTTP.
+    """A failure of a replica to answer a request: no connection, one that was closed early, or no valid answer.
 
-    `kind`: the label in metrics.
-    `unread`: as far as is known, the replica closed the connection before it can have read the whole request.
+    `kind`: the kind of failure (`proxy.retries`), which is also the label in metrics.
+    `unread`: whether the replica closed the connection before it can have read the whole request.
     """
 
     def __init__(self, kind: str, message: str, *, unread: bool = False):
@@ -54,10 +57,11 @@ class UpstreamError(Exception):
 
 
 class Sink(Protocol):
-    """The receiver of a response. Calls come in the order head, data*, end; or lost, once, at any point.
+    """The receiver of a response.
 
-    If the head does not tell where the body ends, `closed` comes in place of `end`: the answer is complete, or the
-    replica died.
+    Its methods are called in this order: `connected` once a connection is open, `head`, `data` any number of times,
+    `end`. At any point `lost` may be called instead, once, as the last of them. If the head does not say where the body
+    ends, `closed` is called in place of `end`: the answer is complete, or the replica died.
     """
 
     def connected(self, upstream: Upstream) -> None: ...
@@ -70,11 +74,12 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Head:
-    """A response head.
+    """The head of a response.
 
-    `raw`: its bytes as received; `headers`: parsed, with names in lower case.
-    `until_close`: the body ends with the connection.
-    `clean`: `raw` may go to the client as it is, without hop-by-hop headers to remove.
+    `raw`: its bytes as received.
+    `headers`: its headers as parsed, with names in lower case.
+    `until_close`: whether the body ends with the connection, so that its length is not known.
+    `clean`: whether `raw` may go to the client as it is, since it has no headers that are for one connection only.
     """
 
     raw: bytes
@@ -93,21 +98,21 @@ class Head:
         return self.get(b"transfer-encoding") is not None
 
     def add(self, header: tuple[bytes, bytes]) -> None:
-        """Add a header for the client that the replica did not send."""
+        """Add a header to this head, for the client, that the replica did not send."""
         self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)
         self.headers = [*self.headers, header]
 
     def without_chunks(self) -> Head:
-        """Return this head for the same body without chunked framing, which ends with the connection."""
+        """Return a head like this one, for the same body without chunked framing, which ends with the connection."""
         return replace(self.without(b"transfer-encoding"), until_close=True)
 
     def without(self, prefix: bytes) -> Head:
-        """Return this head without the headers whose names have this prefix."""
+        """Return a head like this one, without the headers whose names begin with `prefix`."""
         kept = [header for header in self.headers if not header[0].startswith(prefix)]
         return replace(self, headers=kept, clean=False)
 
     def with_length(self, length: int) -> Head:
-        """Return this head for another body of `length` bytes."""
+        """Return a head like this one, for another body of `length` bytes."""
         framing = (b"content-length", b"transfer-encoding")
         headers = [header for header in self.headers if header[0] not in framing]
         headers.append((b"content-length", b"%d" % length))
@@ -115,7 +120,10 @@ class Head:
         return replace(head, raw=head.block(b""), clean=True)
 
     def block(self, extra: bytes) -> bytes:
-        """Return the head as a client gets it: with the header lines `extra`, without hop-by-hop headers."""
+        """Return the bytes of the head for the client, with the header lines `extra`.
+
+        Headers that are for one connection only (hop-by-hop) are removed.
+        """
         if self.clean:
             return b"%b%b\r\n" % (self.raw[:-2], extra)
         status_line = self.raw[: self.raw.index(b"\r\n") + 2]
@@ -123,12 +131,12 @@ class Head:
 
 
 class Upstream(asyncio.Protocol):
-    """A connection to a replica, which carries one request at a time."""
+    """A connection to a replica, with one request at a time."""
 
     __slots__ = (
         # for the connection's life
         "pool", "transport", "parser", "closed", "idle_since", "used", "paused", "unread", "sent_at",
-        # the response being read
+        # the response that is being read
         "sink", "head_only", "status", "headers", "buffer", "head_done", "forwarding", "complete", "keep", "surplus", "clean", "framed",
         "coding", "length", "unseen", "granted",
     )  # fmt: skip
@@ -139,36 +147,40 @@ class Upstream(asyncio.Protocol):
         self.parser: httptools.HttpResponseParser = None  # type: ignore[assignment]  # set while connected: a reference cycle
         self.closed = self.used = self.paused = False
         self.idle_since = self.sent_at = 0.0
-        self.unread = False  # closed before the replica can have read all of the request
+        self.unread = False  # the replica has closed its side before it can have read all of the request
         self.sink: Sink | None = None
         self._clear()
 
     def _clear(self) -> None:
+        """Reset the state of the response that is being read."""
         self.head_only = self.head_done = self.forwarding = self.complete = self.keep = self.surplus = False
         self.status = 0
         self.headers: Headers = []
         self.buffer = b""
         self.clean = True
-        self.framed = False  # the head says where the body ends
-        self.coding = b""  # the body's transfer coding, if it is not chunked
-        self.length: int | None = None  # bytes of the body, where the head says so
-        # Bytes of the body that may still pass without a search for line ends, and all that were granted so far; reads
-        # of a chunked body that end a line do not count.
+        self.framed = False  # whether the head says where the body ends, by a length or chunked framing
+        self.coding = b""  # the body's transfer coding, if it is another one than chunked
+        self.length: int | None = None  # the body's length in bytes, if the head states it
+        # `unseen`: how many bytes of the body may still pass until line ends are searched for; `granted`: how many were
+        # allowed so far in all. Reads of a chunked body that end with a line end are not counted.
         self.unseen = self.granted = SEARCH_BYTES
 
     def send(self, sink: Sink, head: bytes, body: bytes, head_only: bool) -> None:
-        """Send a request; its response goes to `sink`. `head_only`: the response to HEAD has no body."""
+        """Write a request to the replica, whose response goes to `sink`.
+
+        `head_only`: whether the response has no body, as the one to HEAD.
+        """
         self.sink = sink
         self.head_only = head_only
         self.sent_at = monotonic()
-        # Joining copies the body once; above this, two writes cost less than the copy.
+        # Joining head and body copies the body. For a longer body, two writes cost less than the copy.
         if len(body) < 65536:
             self.transport.write(head + body)
         else:
             self.transport.writelines((head, body))
 
     def pause(self) -> None:
-        """Stop reading while the client cannot keep up, so that the replica is slowed down by TCP."""
+        """Stop reading while the client cannot keep up, so that TCP's flow control slows down the replica."""
         if not self.paused and not self.closed:
             self.paused = True
             self.transport.pause_reading()
@@ -179,7 +191,7 @@ class Upstream(asyncio.Protocol):
             self.transport.resume_reading()
 
     def drop(self) -> None:
-        """Discard the response. Closing the connection makes the engine abort the request."""
+        """Discard the response and close the connection, so that the engine aborts the request."""
         self.sink = None
         self.closed = True
         self.transport.abort()
@@ -196,9 +208,9 @@ class Upstream(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
 
     def eof_received(self) -> None:
-        """Close the connection now, as a replica that has closed its side will not answer any more.
+        """Close the connection now, since a replica that has closed its side does not answer any more.
 
-        The event loop's own close would first wait until the rest of the request is read.
+        Without this, the event loop would close it only after the replica has read the rest of the request.
         """
         if self.sink is not None:
             self.unread = not self.head_done and has_unacknowledged(self.transport)
@@ -252,6 +264,7 @@ class Upstream(asyncio.Protocol):
             self._finish(sink)
 
     def _forward_head(self, sink: Sink) -> None:
+        """Pass the response's head to the sink, with the bytes of the body that came with it; fail an invalid one."""
         buffer, self.buffer = self.buffer.lstrip(b"\r\n"), b""
         end = buffer.index(b"\r\n\r\n") + 4
         while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are not passed on
@@ -275,13 +288,14 @@ class Upstream(asyncio.Protocol):
         sink.head(self.status, Head(buffer[:end], self.headers, until_close, self.clean), body)
 
     def _until_close(self) -> bool:
+        """Return whether the body ends with the connection, since the head does not say where it ends."""
         return not (self.framed or self._bodyless())
 
     def _bodyless(self) -> bool:
         return self.head_only or self.status in (204, 304)
 
     def _count(self, data: bytes) -> bool:
-        """Return whether the response may go on; False after LINE_BYTES of a chunked one without the end of a line."""
+        """Return whether the response may go on after this read: not after LINE_BYTES of chunks without a line end."""
         self.unseen -= len(data)
         if self.unseen < 0 and (self.length is not None or not self.framed or b"\n" in data):
             self.granted += SEARCH_BYTES - self.unseen
@@ -289,9 +303,9 @@ class Upstream(asyncio.Protocol):
         return -self.unseen < LINE_BYTES - SEARCH_BYTES
 
     def _to_the_end(self, data: bytes) -> bytes | None:
-        """Return the part of the last piece that belongs to the response; None if that is not known.
+        """Return the part of the last read that belongs to the response; None if it is not known where that ends.
 
-        If bytes follow the response, the connection is not used again.
+        If further bytes follow the response, the connection will not be used again.
         """
         length = 0 if self._bodyless() else self.length
         if length is None:
@@ -309,12 +323,13 @@ class Upstream(asyncio.Protocol):
         return data
 
     def _finish(self, sink: Sink) -> None:
+        """End a complete response: return the connection to its pool, or close it, then tell the sink."""
         self.sink = None
-        # An early answer may leave part of the request unsent; the next request would wait for it.
+        # If the replica has answered early, a part of the request may be unsent, which the next one would wait for.
         unsent = self.transport.get_write_buffer_size()
         reusable = self.keep and not unsent and not self.closed and not self.transport.is_closing()
         if self.head_only:
-            # The old one still waits for the body that the head announces.
+            # The old parser still waits for the body that the head announces.
             self.parser = httptools.HttpResponseParser(self)
         self._clear()
         if self.paused:
@@ -326,6 +341,7 @@ class Upstream(asyncio.Protocol):
         sink.end()
 
     def _broken(self, message: str) -> None:
+        """Close the connection because the response is invalid, and tell the sink so."""
         sink = self.sink
         self.drop()
         if sink is not None:
@@ -373,31 +389,36 @@ class Upstream(asyncio.Protocol):
             self.keep = self.parser.should_keep_alive()  # must be read here, before the parser resets its state
 
 
-# Returns why nothing may be sent over a connection that has just been opened, or None.
+# A function that returns why no request may be sent on a connection that was just opened, or None if one may be.
 Check = Callable[[], Awaitable[UpstreamError | None]]
 
 
 class Pool:
-    """The connections to one address of one replica.
+    """The idle connections to one address of one replica, which are used again.
 
-    The most recently used one is taken first, so that connections beyond those needed become idle and are closed.
+    The one that was used last is taken first, so that connections that are no longer needed stay idle and are closed.
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str):
         """Create an empty pool.
 
-        `host`: the address to connect to. `certified`: with `tls`, the host that its certificate has to name.
+        `host`: the address to connect to.
+        `tls`: the context of TLS connections; None: connections without TLS.
+        `certified`: with TLS, the host that the replica's certificate has to name.
         """
         self.host = host
         self.port = port
         self.tls = tls
         self.certified = certified if tls else None
-        self.idle: dict[Upstream, None] = {}  # the last used last
+        self.idle: dict[Upstream, None] = {}  # in the order in which they became idle
         self.closed = False
         self._connecting: set[asyncio.Task[Upstream | UpstreamError]] = set()
 
     def acquire(self) -> Upstream | None:
-        """Return a connection idle for less than IDLE_SECONDS, after which the replica may close it, or None."""
+        """Take an idle connection out of the pool and return it, or None without one.
+
+        Connections that have been idle for IDLE_SECONDS are not used, since the replica may be about to close them.
+        """
         now = monotonic()
         while self.idle:
             upstream, _ = self.idle.popitem()
@@ -407,13 +428,17 @@ class Pool:
         return None
 
     def connect(self, sink: Sink, check: Check) -> None:
-        """Open a connection, and call `sink.connected` or `sink.lost`. `check` may reject the open connection."""
+        """Open a connection in a task, which calls `sink.connected` or `sink.lost` when it is done.
+
+        `check`: called once the connection is open; if it returns an error, the connection is closed.
+        """
         task = asyncio.get_running_loop().create_task(self._open(check))
         self._connecting.add(task)
-        # A callback, not the coroutine's own end: one cancelled before it began would report nothing.
+        # A callback of the task reports the end: a coroutine that is cancelled before it has begun could not.
         task.add_done_callback(partial(self._opened, sink))
 
     def _opened(self, sink: Sink, task: asyncio.Task[Upstream | UpstreamError]) -> None:
+        """Tell the sink how the opening of a connection has ended."""
         self._connecting.discard(task)
         if task.cancelled():
             sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
@@ -425,7 +450,7 @@ class Pool:
         opened = task.result()
         if isinstance(opened, UpstreamError):
             sink.lost(opened)
-        elif opened.closed or opened.transport.is_closing():  # closed since then; writing would raise
+        elif opened.closed or opened.transport.is_closing():  # it was closed since then, and writing to it would raise
             where = f"{self.host}:{self.port}"
             message = f"{where} closed a new connection before the request was sent"
             sink.lost(UpstreamError("connect", message, unread=True))
@@ -433,6 +458,7 @@ class Pool:
             sink.connected(opened)
 
     async def _open(self, check: Check) -> Upstream | UpstreamError:
+        """Open a connection and check it; return the connection, or why it cannot be used."""
         loop, where, upstream = asyncio.get_running_loop(), f"{self.host}:{self.port}", Upstream(self)
         opening = loop.create_connection(
             lambda: upstream, self.host, self.port, ssl=self.tls, server_hostname=self.certified
@@ -459,7 +485,7 @@ class Pool:
         return wrong or upstream
 
     def release(self, upstream: Upstream) -> None:
-        """Take back a connection whose response is complete."""
+        """Take back a connection whose response is complete, for the next request; close it if the pool is closed."""
         if self.closed:
             return upstream.close()
         upstream.used = True
@@ -467,19 +493,19 @@ class Pool:
         self.idle[upstream] = None
 
     def sweep(self, now: float) -> None:
-        """Close the connections that have been idle for too long; the oldest come first."""
+        """Close the connections that have been idle for IDLE_SECONDS or longer; `now`: in monotonic seconds."""
         for upstream in list(itertools.takewhile(lambda one: now - one.idle_since >= IDLE_SECONDS, self.idle)):
             del self.idle[upstream]
             upstream.close()
 
     def close(self) -> None:
-        """Close the pool of a removed replica, and cancel connections that are being opened."""
+        """Close the pool of a replica that is removed, and cancel the opening of connections."""
         self.retire()
         for task in self._connecting:
             task.cancel()
 
     def retire(self) -> None:
-        """Close the pool of a replica whose address changed; connections in use are closed once they are released."""
+        """Close the pool of an address that is no longer used; connections in use are closed once they are released."""
         self.closed = True
         while self.idle:
             self.idle.popitem()[0].close()

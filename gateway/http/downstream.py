@@ -304,7 +304,7 @@ class Downstream(asyncio.Protocol):
             self.unfinished = 0 if self.told else self.unfinished + size
             if self.unfinished > limit or self.framing > limit + FRAMING_PER_BYTE * self.body_bytes:
                 self._refuse(400, f"more than {limit} bytes of chunk extensions, or of a trailer line without an end")
-        else:  # in a head, or in blank lines before one
+        else:  # the bytes belong to a head, or to blank lines before one
             self.unfinished = size if self.told else self.unfinished + size
             if self.unfinished > limit:
                 self._refuse_head()
@@ -346,7 +346,7 @@ class Downstream(asyncio.Protocol):
             self._refuse(*fault)
         elif self._is_foreign():
             self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
-        if self.refused or self.parser.should_upgrade():  # an upgrade's head is parsed again, see `_feed`
+        if self.refused or self.parser.should_upgrade():  # `_feed` has the head parsed again without its offer
             return
         for name, value in self.headers:
             if name == b"content-length":
@@ -564,7 +564,7 @@ class Downstream(asyncio.Protocol):
     def refuse_at_once(self) -> None:
         """Send a 503 to a client for whose connection no file is free, and close it, without waiting for a request."""
         self._refuse_connection()
-        # What is written leaves with this event-loop iteration.
+        # Close the connection in the next event-loop iteration: the 503 is sent in this one.
         asyncio.get_running_loop().call_soon(self.break_off)
 
     def can_give_way(self) -> bool:

@@ -44,7 +44,7 @@ async def taken_at_its_word(replica: str) -> bool:
 
 
 class Backend:
-    """The state of one replica in this gateway."""
+    """One replica with its connections, its part of the map of cached KV blocks, and what was learned about it."""
 
     def __init__(
         self,

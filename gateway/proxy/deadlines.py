@@ -33,7 +33,7 @@ LOST_SILENCE = 10.0  # seconds without a byte after which a stream from a lost r
 
 
 class Deadlines:
-    """The deadlines of all requests under way."""
+    """The deadlines of all requests under way, which `check` enforces."""
 
     def __init__(
         self, handler: Handler, figures: Figures | None, *, request_timeout: float, idle_timeout: float

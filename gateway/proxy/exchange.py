@@ -392,7 +392,7 @@ class Exchange:
 
     @property
     def needs_replica(self) -> bool:
-        """Whether the request is waiting for a replica to be chosen."""
+        """Whether the request waits for a replica to be chosen, at first or to resume its stream."""
         if self.state is ExchangeState.RESUMING:
             return self.attempts[-1].state is AttemptState.ENDED
         return self.state is ExchangeState.PLACING
@@ -587,10 +587,10 @@ class Parent(NamedTuple):
 
 
 def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
-    """Return the request head for a replica.
+    """Return the bytes of the request head for the attempt's replica.
 
-    `length`: bytes of the body.
-    `parent`: the trace context to send; None passes on the client's own.
+    `length`: the bytes of the body.
+    `parent`: the trace context to send; None forwards the client's own.
     """
     request, backend = exchange.request, attempt.backend
     dropped = backend.not_forwarded if parent is None else backend.not_forwarded | parent.replaces

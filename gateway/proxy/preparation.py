@@ -66,7 +66,7 @@ class Preparation:
         self._in_background: set[asyncio.Task[None]] = set()
 
     def begin(self, exchange: Exchange) -> None:
-        """Prepare a request's prompt, then call `exchange.prepared` or `exchange.refused`."""
+        """Prepare a request's prompt, soon or in a thread, and then call `exchange.prepared` or `exchange.refused`."""
         if len(exchange.request.body) <= OFFLOAD_BYTES:
             self._short.add(exchange)
         else:
@@ -263,7 +263,7 @@ class Preparation:
             return error, perf_counter() - begun
         except TakesLong:
             return TAKES_LONG, 0.0
-        except Exception:  # the request still deserves an answer
+        except Exception:  # a bug: the request is forwarded nevertheless, by load alone
             log.exception("preparing a request failed; it goes by load")
             return None, perf_counter() - begun
         return prompt, perf_counter() - begun
@@ -288,7 +288,7 @@ class Preparation:
         if error is not None:
             exchange.refused(error)
             return
-        if not prompt.kind and not self._eligible.finer:  # too short to be forwarded as ids
+        if not prompt.kind and not self._eligible.finer:  # neither forwarding nor the choice of a replica needs the ids
             prompt.token_ids = b""
             if prompt.also is not None:
                 prompt.also.token_ids = b""

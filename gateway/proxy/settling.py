@@ -597,8 +597,8 @@ class Settling:
         metrics, name, held, size = self.metrics, backend.id, placement.predicted, placement.demand.block_size
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
         if cached is not None and placement.pull is not None:
-            # For a prompt that fills its last block the connector reports all tokens as found, though the last token is
-            # computed anyway; whether the peer has that block was not asked.
+            # For a prompt that fills its last block, the engine's KV connector reports all tokens as found. But the
+            # last token is computed anyway, and whether the other replica has that block was not asked.
             cached = min(cached, hittable(prompt.tokens, size) * size)
         drops = backend.slot >= 0 and self._router.map.drops(backend.slot)
         predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size, drops)
@@ -649,7 +649,7 @@ class Settling:
                 and not prompt.several
                 and not guessed
                 and backend.drift.reported(
-                    # Parts of a block are known to the engine only.
+                    # Only the engine knows which parts of a block it has cached, so less than a block is no difference.
                     held,
                     held if backend.is_finer and abs(held - saved) < size else saved,
                     prompt.tokens,

@@ -52,7 +52,7 @@ class Leg(Enum):
 
 
 class ExchangeState(Enum):
-    """The states of an exchange."""
+    """The states of an exchange, which is one client's request."""
 
     PREPARING = "preparing"  # the prompt is being tokenized
     # a replica is being chosen: at once, unless the request waits in the queue or Redis has the gateways' load ledger
@@ -66,7 +66,7 @@ class ExchangeState(Enum):
 
 
 class ExchangeEvent(Enum):
-    """The events of an exchange."""
+    """The events that change the state of an exchange, which is one client's request."""
 
     PREPARED = "prepared"  # the prompt is tokenized, or need not be
     REFUSED = "refused"  # the request cannot be served: it is invalid or not allowed, or there is no replica
@@ -113,7 +113,7 @@ TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, str]
 
 
 class AttemptState(Enum):
-    """The states of an attempt."""
+    """The states of an attempt to have one replica answer a request."""
 
     CONNECTING = "connecting"  # a replica is chosen and reserved, no connection yet
     AWAITING = "awaiting"  # the request is sent, and nothing of an answer has gone to the client
@@ -124,7 +124,7 @@ class AttemptState(Enum):
 
 
 class AttemptEvent(Enum):
-    """The events of an attempt."""
+    """The events that change the state of an attempt to have one replica answer a request."""
 
     CONNECTED = "connected"
     ANSWERED = "answered"

@@ -81,7 +81,7 @@ class Fleet:
 
     @property
     def name(self) -> str:
-        """The label that alerts and autoscalers use, the same in all workers and at all times."""
+        """The label that alerts and autoscalers use for this fleet, the same in all workers and at all times."""
         return self.base or min(self.names, default="")
 
 

@@ -422,7 +422,7 @@ class Queue:
         return waiting
 
     def reading(self) -> dict[str, Any]:
-        """Return the gauges for `Metrics.read_from`."""
+        """Return the number and the bytes of waiting requests, as gauges for `Metrics.read_from`."""
         return {"queued_requests": self.waiting(), "queued_bytes": self._space.bytes}
 
 
@@ -443,9 +443,9 @@ def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
 
 
 def _is_as_estimated(exchange: Exchange, attempt: Attempt, ticket: QueuedRequest) -> bool:
-    """Return whether a request is answered by the replica for which it was admitted, and its prompt's size is known.
+    """Return whether the predictions that were made when a request was admitted are for the replica that answers it.
 
-    Retries and the shared ledger may choose another replica, for which nothing was predicted.
+    They are not if a retry or the shared load ledger has chosen another replica, nor if the prompt's size is not known.
     """
     sized = attempt.prompt is not None and attempt.prompt.tokens > 0
     return sized and not exchange.tried and attempt.placement.candidate.costs is ticket.costs

@@ -165,7 +165,7 @@ class LegPlacing:
         )
         held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, *move)
         prompt = exchange.prompt = as_variant(prompt, placement.demand.space)
-        prompt.token_ids = b""  # legs carry text
+        prompt.token_ids = b""  # both legs are sent as text
         if transfer.header:  # the decoder's side sends the first leg itself
             held.unsent, held.computing = placement, placement.punctual_ttft
             second_leg(exchange, now)

@@ -151,7 +151,10 @@ class TokenIdForwarding:
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
     def _wants_check(self, backend: Backend, known: Forwarding, kind: BodyKind, prompt: Prompt) -> bool:
-        """Return whether a body that was sent as received is to be checked once it is answered."""
+        """Return whether a body is to be checked once it is answered: whether the replica makes the same ids of it.
+
+        Only bodies that are sent as received can be checked.
+        """
         if (
             known.checking is not None
             or prompt.path in known.rejected_because
@@ -208,7 +211,7 @@ class TokenIdForwarding:
     def _confirmed(self, backend: Backend, known: Forwarding, prompt: Prompt) -> None:
         """Note that a replica made the same ids of a prompt; after CONFIRMATIONS such prompts its kind is forwarded."""
         kind = known.kinds.get((prompt.path, prompt.kind))
-        if kind is None:  # forgotten meanwhile
+        if kind is None:  # the kind was dropped meanwhile
             return
         if len(kind.bodies) < token_ids.CONFIRMATIONS:
             kind.bodies.add(xxh3_64_intdigest(prompt.token_ids))
@@ -302,7 +305,7 @@ class TokenIdForwarding:
                 one.replica.takes_ids = process_of(one).says()
 
     def _alike(self, backend: Backend) -> list[Backend]:
-        """Return the replicas whose prompts are made in the same way as this one's."""
+        """Return the replicas whose prompts the gateway tokenizes in the same way as this one's, this one included."""
         return [one for one in self._backends.values() if one.candidate.space == backend.candidate.space]
 
     def _reject(self, backend: Backend, path: str, why: str) -> None:

@@ -213,7 +213,7 @@ class Eligibility:
         return found if found.any else None
 
     def has_room(self, backend: Backend, prompt: Prompt) -> bool:
-        """Return whether a prompt and its answer fit the replica's context, as far as is known."""
+        """Return whether a prompt and its answer fit the replica's context length, as far as both are known."""
         return self.models.has_room(backend.id, prompt.tokens + (prompt.max_tokens or 1))
 
     def _least_context(self, model: str | None, prompt: Prompt) -> int:

@@ -149,7 +149,7 @@ class KnownModels:
         return monotonic() - self._pod_went.get(model, -inf) < EXPECTED_SECONDS
 
     def _reported_names(self, replica: Replica) -> Collection[str]:
-        """Return the names that a replica reports now, or reported before it went away."""
+        """Return the names of models that a replica reports now, or reported last before it went away."""
         return replica.models or self.served_by(replica.id)
 
     def _may_serve(self, replica: Replica, model: str | None) -> bool:

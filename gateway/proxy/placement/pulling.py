@@ -35,7 +35,7 @@ class Pulls:
         self._peers: list[Backend] = []
 
     def changed(self) -> None:
-        """Update the list of replicas that can pull, after replicas or their states changed."""
+        """Update the list of replicas that can pull caches from each other, after replicas or their states changed."""
         self._peers = [
             one
             for one in self._backends.values()

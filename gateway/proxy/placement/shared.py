@@ -115,7 +115,7 @@ class _Pending:
 
 
 class SharedLedger:
-    """This gateway's part of the shared ledger, from `start` to `stop`."""
+    """This gateway's part of the load ledger that all gateways share in Redis, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class SharedLedger:
         return lengths, struct.pack(f"<{len(chosen)}Q", *chosen)
 
     def _name(self, replica: str) -> str:
-        """Return a replica's shared name, which is the same in all gateways."""
+        """Return a replica's shared name: the one that it has in Redis, the same for all gateways."""
         name = self._scopes.get(replica)
         if name is None:
             name = self._scopes[replica] = scope(replica)

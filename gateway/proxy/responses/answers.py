@@ -573,13 +573,8 @@ def _last_usage(tail: bytes, depth: int) -> Usage | None:
         usage = found["usage"]
         if usage.keys() - _OPENAI_COUNTS:
             return None
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ):  # not the rest of these objects, or a name occurs twice
-        return None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # the bytes are not the rest of `depth` objects, or a name occurs twice in them
     details = usage.get("prompt_tokens_details") or {}
     if type(details) is not dict or details.keys() & _CACHED_OTHERWISE:
         return None

@@ -42,14 +42,14 @@ class Damaged(Unreadable):
 
 
 class Position(NamedTuple):
-    """The last of the engine's event batches whose changes a delta, a snapshot or the map includes."""
+    """The last of the engine's event batches whose changes some data includes."""
 
     sequence: int | None = None  # the batch's number; None: no batch yet
     timestamp: float = 0.0  # when the engine sent the batch, by the engine's clock
 
 
 class Delta(NamedTuple):
-    """The changes to one replica's blocks since the delta before this one."""
+    """The changes to one replica's blocks that the leading gateway wrote to Redis at one time."""
 
     at: float  # when the delta reached Redis, by the server's clock
     term: int  # a random number that stands for the period in which one gateway leads

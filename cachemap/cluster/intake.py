@@ -145,7 +145,7 @@ class SharedIntake:
     def resync(self) -> None:
         """Request all events from the engine again, as the map is wrong about this replica.
 
-        If another gateway leads, it is asked through Redis to do so.
+        If another gateway leads (reads the events for all), it is asked through Redis to do so.
         """
         if self._reading:
             self.engine.resync()
@@ -155,7 +155,8 @@ class SharedIntake:
     def forget_adapter(self, name: str) -> None:
         """Forget the replica's blocks, as a LoRA adapter's name now stands for another adapter.
 
-        A follower leaves this to the leader, but remembers the name for the time when it leads itself.
+        If another gateway reads the replica's events (leads), this is left to that gateway. The name is remembered for
+        the time when this gateway reads them.
         """
         self.engine.void_adapter(name, self.position.sequence)
         if self._reading:
@@ -196,14 +197,18 @@ class SharedIntake:
     def want(self, role: str) -> None:
         """Have `run` take this role for the replica; SharedMap, which knows who holds the lease, calls this.
 
-        `role`: leader, follower or standalone; or "outdated" if another gateway knows a newer run of the engine.
+        `role`: leader (this gateway reads the engine's events), follower (another one does), or standalone (each reads
+        them for itself); or "outdated" if another gateway knows a newer run of the engine.
         """
         if not self._taken == self._wanted == role:
             self._wanted, self._taken = role, None
             self._wake.set()
 
     def reload(self, why: str) -> None:
-        """Have a follower load the snapshot again, as its map may differ from the leader's; `why`: for the log."""
+        """Have `run` load the replica's blocks from Redis again, as this map may differ from the leading gateway's.
+
+        Only for a follower whose map was up to date. `why`: the reason, for the log.
+        """
         if self.in_step:
             log.info("replica %s: the shared map is loaded anew: %s", self.replica, why)
             self.in_step, self._taken, self._wanted = False, None, "follower"
@@ -211,7 +216,10 @@ class SharedIntake:
             self._wake.set()
 
     def resign(self) -> None:
-        """Give up the replica's lease for three times its duration, and read the events for this gateway alone."""
+        """Give up the lease to write the replica's data to Redis, and read the events for this gateway alone.
+
+        The lease is not claimed again for three times its duration.
+        """
         self.claim_at, self.stuck_at = self._link.now() + 3 * self._link.lease_seconds, None
         if self.journal is not None:
             self._link.give_back([self])
@@ -242,7 +250,9 @@ class SharedIntake:
             self.stumble(error)
 
     def _unreachable(self) -> None:
-        """Give up the lease, as this gateway cannot reach the engine's events and another gateway may.
+        """Give up the lease to write the replica's data, as the engine's events cannot be reached from here.
+
+        Another gateway may reach them.
 
         This happens before the map drops the replica's blocks, so that no delta tells other gateways to do so. The
         lease is not claimed again while the events cannot be reached.
@@ -284,7 +294,7 @@ class SharedIntake:
             await asyncio.sleep(FAULT_SECONDS)
 
     async def _lead(self) -> None:
-        """Become the replica's leader, which reads the engine's events and writes their changes to Redis.
+        """Become the replica's leader: the gateway that reads the engine's events and writes the changes to Redis.
 
         The start is the data that the last leader wrote or, without such data, all that the engine has.
         """
@@ -386,7 +396,7 @@ class SharedIntake:
     # --- reading what others wrote
 
     async def _load(self) -> None:
-        """Load the snapshot and all deltas after it from Redis into the map.
+        """Load the replica's blocks from Redis into the map: the snapshot, and all deltas (changes) after it.
 
         Until both have been read, the map stays as it is. Raises Absent if Redis has no data of this replica,
         Unreadable or Damaged if the data cannot be used.
@@ -422,7 +432,7 @@ class SharedIntake:
         self.n, self.term, self._position = n, term, deltas[-1][1].position if deltas else snapshot.position
 
     def take(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """Apply new deltas to the map, each given with its number, in order.
+        """Apply new deltas (changes written by the leading gateway) to the map, each given with its number, in order.
 
         If a delta does not continue the last one or cannot be read, the snapshot is loaded again (`reload`).
         """
@@ -496,7 +506,7 @@ class SharedIntake:
 
 
 def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
-    """Return why delta `number` does not continue delta `n`, in words for the log; "" if it does.
+    """Return why the delta (set of changes) `number` does not continue delta `n`, for the log; "" if it does.
 
     `term`: the term of delta `n`, a random number for the period in which one gateway leads.
     """

@@ -69,18 +69,24 @@ class Journal:
         return delta
 
     def sent(self, size: int) -> None:
-        """Note that the delta that `seal` returned last, with `size` bytes, is now in Redis."""
+        """Note that the delta (set of changes) that `seal` returned last, with `size` bytes, is now in Redis."""
         self._flags = 0
         self.n += 1
         self._tail.append((self.n, size + ENTRY))
         self.tail_bytes += size + ENTRY
 
     def due(self, blocks: int) -> bool:
-        """Return whether a snapshot must be written now; `blocks`: how many blocks the replica holds."""
+        """Return whether a snapshot of all blocks must be written to Redis now, as there are too many deltas.
+
+        `blocks`: how many blocks the replica holds.
+        """
         return self.whole or self.tail_bytes > max(TAIL * blocks, LEAST_TAIL)
 
     def first_to_keep(self, blocks: int) -> int:
-        """Return the number of the oldest delta to keep in Redis beside a new snapshot of `blocks` blocks."""
+        """Return the number of the oldest delta (set of changes) to keep in Redis beside a new snapshot.
+
+        `blocks`: how many blocks the snapshot has.
+        """
         size, first = 0, self.n + 1
         for number, bytes_ in reversed(self._tail):
             size += bytes_
@@ -90,7 +96,7 @@ class Journal:
         return first
 
     def trimmed(self, first: int) -> None:
-        """Note that the deltas before number `first` were removed from Redis."""
+        """Note that the deltas (sets of changes) before number `first` were removed from Redis."""
         while self._tail and self._tail[0][0] < first:
             self.tail_bytes -= self._tail.popleft()[1]
 

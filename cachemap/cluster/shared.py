@@ -122,7 +122,7 @@ class SharedMap(Link):
         return self._writing.written
 
     def abdicate(self) -> None:
-        """Give up all leases, as the loop that writes for all of them failed."""
+        """Give up the leases of all replicas that this gateway leads, as the loop that writes their changes failed."""
         for member in self.members:
             if member.journal is not None:
                 member.resign()
@@ -156,7 +156,8 @@ class SharedMap(Link):
     async def _tend_group(self, group: list[SharedIntake]) -> float:
         """Look at, renew and claim the leases of some replicas, and have each replica take the role that follows.
 
-        `group`: replicas whose keys one Redis command can cover. Returns how soon to look again, in seconds.
+        The holder of a replica's lease reads the engine's events and writes the changes to Redis. `group`: replicas
+        whose keys one Redis command can cover. Returns how soon to look again, in seconds.
         """
         lane = self.lane(group[0]) if group else 0
         # If they are free, the leases that this gateway held so far are claimed, and some of the others.
@@ -249,10 +250,10 @@ class SharedMap(Link):
 
     @staticmethod
     def _keep_up(one: SharedIntake, head: int, before: int) -> None:
-        """Have a replica follow its leader, or load its snapshot again if the replica does not keep up with the deltas.
+        """Have a replica's blocks follow the changes that the leading gateway writes to Redis.
 
-        `head`: the number of the last delta in Redis. `before`: the number of the last one applied here before `head`
-        was read.
+        If they do not keep up with the changes (deltas), they are loaded again. `head`: the number of the last delta in
+        Redis. `before`: the number of the last one applied here before `head` was read.
         """
         one.behind = one.behind + 1 if one.in_step and head > one.n == one.looked_n else 0
         one.looked_n = one.n
@@ -311,7 +312,7 @@ class SharedMap(Link):
             await asyncio.sleep(max(BATCH_SECONDS / 4, len(streams) * STREAM_SECONDS))
 
     def _reload(self, lane: int) -> None:
-        """Have all followers of a lane (part of the key space) load their snapshots again.
+        """Have the followed replicas of one lane (part of the Redis keys) load their blocks again.
 
         Called when the loop that reads deltas failed, as it may have read some that were not applied.
         """

@@ -42,10 +42,10 @@ class EventApplier:
     An engine may have several cache groups (groups of like layers with blocks of their own). Prompts are looked up in
     the first group of full attention, called the main group here; `GroupEvents` handles the other groups.
 
-    Arguments besides those that prompts are hashed with (`model`, `block_size`):
+    Arguments besides those with which prompts are hashed (`model`, `block_size`):
+    `slot`: the replica's index in the map;
     `looks_ahead`: how many tokens after a block the block's name in prompts also covers;
     `told`: the engine's block format as earlier events showed it.
-    `slot`: the replica's index in the map.
 
     Attributes, counted in blocks (where the engine's pages are smaller than blocks, the last two count pages):
     `blocks_stored`: blocks stored in the main group;
@@ -127,7 +127,10 @@ class EventApplier:
             pass
 
     def applying(self, events: list[Stored | Removed | Cleared]) -> Iterator[None]:
-        """Apply events in order and flush, in steps of some milliseconds; between steps the map may be read."""
+        """Apply events in order and hand all changes to the map, in steps of some milliseconds.
+
+        Iterate to the end; between steps the map may be read.
+        """
         for number, piece in enumerate(in_pieces(events)):
             if number:
                 yield
@@ -167,7 +170,7 @@ class EventApplier:
                 yield
 
     def _blocks_under_key(self, tier: str) -> int:
-        """Return how many blocks of the map one of the engine's keys can stand for at most, when it is removed."""
+        """Return the largest number of the map's blocks that the removal of one engine key can concern."""
         if tier == "gpu":
             return self._groups.whole or 1
         tiers = self._map.chunk_tiers(self._slot)
@@ -213,7 +216,10 @@ class EventApplier:
         return [tier for tier, chunks in self._chunks.items() if chunks.blind]
 
     def forget(self) -> None:
-        """Forget all blocks of the replica and all pending changes, but not which stores report no removals."""
+        """Forget all blocks of the replica, here and in the map, and all pending changes.
+
+        Which stores below the engine report no removals is remembered.
+        """
         self._forget_own()
         self.let_go()
         self._map.clear(self._slot)

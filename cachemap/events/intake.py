@@ -46,7 +46,7 @@ Numbered = tuple[int, Batch]
 
 
 class EventIntake:
-    """The intake of one replica's events; `run` it until cancelled.
+    """The intake of one replica's KV cache events, from its engine into the map; `run` it until cancelled.
 
     `slot`: the replica's index in the map.
     `endpoint`, `replay`: ZMQ addresses of the engine's PUB and ROUTER sockets; `replay` is None if it has no ROUTER.
@@ -140,8 +140,7 @@ class EventIntake:
     def resume(self, sequence: int | None, timestamp: float, observed: bool) -> None:
         """Continue after batch `sequence`, which another gateway applied, instead of starting from nothing.
 
-        Call this before `run`, with the map in the state after that batch. `timestamp`: when the engine sent that
-        batch.
+        Call this before `run`, with the map in the state after that batch. `timestamp`: when the engine sent the batch.
         `observed`: the other gateway followed the replica's events. If the engine's pages are smaller than the map's
         blocks, everything is requested again, as the map has no pages.
         """
@@ -241,7 +240,7 @@ class EventIntake:
             self._change("connecting", f"{self._endpoint} can be reached")
 
     def resync(self) -> None:
-        """Forget the replica's blocks, and request everything from the engine again."""
+        """Forget the replica's blocks, and request all recorded events from the engine again."""
         self._forget()
         self._want_replay()
 

@@ -49,7 +49,8 @@ class Pages:
     The map knows a block under the engine's key of the block's last page. Each page has a number, from 1 on, which
     indexes the arrays below. A page also has a name, a hash that stands for the prompt up to the page's end: within a
     block, each page's name is chained to that of the page before, and the name of the last page is the block's hash.
-    (Of two pages with one name, which engines are not known to have, the name goes with the first that is dropped.)
+    (Engines are not known to hold two pages with one name. If they did, the name would be forgotten with the first of
+    the two that is dropped.)
 
     `page_size`: tokens in a page.
     `pairs`: the engine finds a page only if the token after it is equal too, so each page's name, the last one's
@@ -234,9 +235,8 @@ class Pages:
         """Return the names of consecutive pages; a name is a hash of the prompt up to the page's end.
 
         `name`: the name of the page before the first one, or the hash of the block before. `place`: the index of the
-        first page in its block. `hashes`: the hashes of that block and the next ones, as far as the pages complete
-        them.
-        `tokens`: a row of token ids for each page. `ahead`: with `pairs`, a row of the tokens that follow these.
+        first page in its block. `hashes`: the hashes of the blocks that the pages complete. `tokens`: a row of token
+        ids for each page. `ahead`: with `pairs`, a row of the tokens that follow these.
         """
         rows = np.stack((tokens, ahead), 2).reshape(len(tokens), -1) if self.pairs else tokens
         data, size = rows.tobytes(), rows.shape[1]

@@ -19,7 +19,7 @@ Heads = list[tuple[int, int]]
 
 
 class BlockTable:
-    """The blocks of one tier and the replicas that hold them.
+    """The confirmed blocks of one memory tier (GPU, host memory, ...) and the replicas that hold them.
 
     A replica goes by its slot (its index, a small int). Arrays of block hashes and of tags (shortened engine keys, see
     `tags`) are uint64. Look prompts up through `blocks`; attach, detach and clear replicas through `capacity`.

@@ -201,9 +201,8 @@ class Blocks:
     def tick(self, used: int) -> None:
         """Count `used` more uses of blocks, and start a new epoch once a 64th of the table's blocks have been used.
 
-        Epochs are the clock by which the ages of blocks are counted.
-
-        Each new epoch caps the ages of another 64th of all blocks at `OLDEST`, so that no age overflows its byte.
+        Epochs are the clock by which the ages of blocks are counted. Each new epoch caps the ages of another 64th of
+        all blocks at `OLDEST`, so that no age overflows its byte.
         """
         self._used_in_epoch += used
         if self._used_in_epoch * EPOCHS < self.ids.top:

@@ -30,7 +30,7 @@ class _Generation(Tree):
 
     @property
     def size(self) -> int:
-        """The memory used, in blocks of BYTES_PER_BLOCK."""
+        """The memory that the predicted blocks take, in units of BYTES_PER_BLOCK bytes."""
         return self._count + SEGMENT_BLOCKS * len(self._heads) + self._told_blocks
 
     def add(self, slot: int, hashes: Sequence[int], stamp: Stamp) -> None:
@@ -112,7 +112,7 @@ class _Generation(Tree):
 class Routed:
     """The predicted blocks of all replicas, in two generations, of which the older one is discarded as a whole.
 
-    `most`: the memory that each generation may take, in blocks of BYTES_PER_BLOCK.
+    `most`: the memory that each generation may take, in units of BYTES_PER_BLOCK bytes.
     `seconds`: how long a prediction lasts.
     `grouped`: the slots (indices) of the replicas with several cache groups. Their predicted hits end only at the
     places that `add_in_groups` noted.

@@ -384,10 +384,10 @@ class Admission:
     def sent(
         self, request: QueuedRequest, estimate: Estimate, costs: Costs, tokens: float, now: float, replica: str = ""
     ) -> None:
-        """Record that a request is sent, with its predicted latency `estimate`, in its class's use of the replicas.
+        """Record that a request is sent, and add its predicted work to its class's use of the replicas.
 
-        `costs`: the predicted costs of the replica that writes its answer; `tokens`: the tokens of KV cache that it
-        will take there; `replica`: the name of the replica that computes its prompt.
+        `estimate`: its predicted latency; `costs`: the predicted costs of the replica that writes its answer; `tokens`:
+        the tokens of KV cache that it will take there; `replica`: the name of the replica that computes its prompt.
         """
         request.ttft, request.costs = now - request.since + estimate.ttft, costs
         request.learned = costs.group.ttft.count >= _LEARNED
@@ -428,7 +428,7 @@ class Admission:
         return sorted([one for one in self.queues if one.count], key=lambda one: (*rank(one.qos), _first_since(one)))
 
     def _before(self, request: QueuedRequest, now: float) -> list[ClassQueue]:
-        """Return the queues that precede a newcomer: those of its own class and of the classes ranked before it."""
+        """Return the queues that precede a new request: those of its own class and of the classes ranked before it."""
         self._fair_share.decay(now)
         rank = self._fair_share.rank
         own = rank(request.qos)
@@ -621,10 +621,10 @@ class Admission:
     def ended(self, request: QueuedRequest, ttft: float, tpot: float | None, counted: bool = True) -> bool | None:
         """Learn the TPOT margin (the factor on predictions) from a complete answer.
 
-        Returns whether the request met its latency limits, None if it had none. `ttft`, `tpot`: measured seconds;
-        `tpot`
-            is None for answers too short to measure. `counted`: the engine reported the number of tokens. Otherwise the
-            gateway counted events, which may have several tokens each, and no margin is learned.
+        Returns whether the request met its latency limits, None if it had none.
+        `ttft`, `tpot`: measured seconds; `tpot` is None for answers too short to measure.
+        `counted`: the engine reported the number of tokens; otherwise the gateway counted events, which may have
+        several tokens each, and no margin is learned.
         """
         limits = request.slo
         if counted and tpot is not None and limits.tpot is not None and request.costs is not None:

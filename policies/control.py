@@ -118,7 +118,10 @@ NONE_REFUSED = Refused()
 
 
 class Refusals:
-    """The growth of the refusal counts by class over a window and over its last third."""
+    """The counts, by class, of requests refused in the present window and in its last third.
+
+    `counted`: the counts since the start, which `Admission` keeps up to date.
+    """
 
     def __init__(self, counted: Mapping[str, Refused]) -> None:
         self._counted = counted

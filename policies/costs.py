@@ -320,7 +320,7 @@ class Costs:
         return self._ttft(_IDLE, uncached, context, UNTIMED)[1][1]
 
     def step_seconds(self, load: Load) -> float:
-        """Return the seconds of one decode step with the present streams; 0 without streams."""
+        """Return the seconds of one decode step with the replica's present streams; 0 if it has none."""
         return self.stream_step(load.decoding, load.context_tokens) if load.decoding else 0.0
 
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
@@ -382,10 +382,10 @@ class Costs:
         """Return by how many seconds a long queue takes longer, at least, than the coefficient `queued` predicts.
 
         Only queues of more prompt tokens than one step computes (STEP_TOKENS) count as long. An engine computes waiting
-        prompts no faster than a prompt that it has alone: `STEP_TOKENS` a step, each step with its fixed cost and its
-        decoding, on average of half of those prompts too, since they decode once they are computed. `queued` was
-        learned behind few prompts, where a request shares a step with those before it. That suffices to choose a
-        replica; admission by TTFT must know about a burst before it can be learned from.
+        prompts no faster than a prompt that it has alone: STEP_TOKENS a step. Each step has its fixed cost and its
+        decode step; on average half of the waiting prompts decode in it too, since they do so once they are computed.
+        `queued` was learned behind few prompts, where a request shares a step with those before it. That suffices to
+        choose a replica, but admission by TTFT must know about a burst before it can be learned from.
         """
         if load.prefill_tokens <= STEP_TOKENS:
             return 0.0
@@ -398,11 +398,15 @@ class Costs:
         return max(0.0, least - speed * queued) * ahead
 
     def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
-        """Return the seconds from sending a request to the last of its `output` tokens, with the present streams."""
+        """Return the predicted seconds from sending a request to the last of its `output` tokens.
+
+        `load`: the replica's present load; `uncached`, `context`: prompt tokens to compute, and cached ones before
+        them.
+        """
         return self.ttft_seconds(load, uncached, context, now) + self.decode_seconds(load, uncached + context, output)
 
     def decode_seconds(self, load: Load, tokens: int, output: float) -> float:
-        """Return the seconds from the first to the last of `output` tokens after a prompt of `tokens`."""
+        """Return the predicted seconds from the first to the last of `output` tokens after `tokens` prompt tokens."""
         return max(0.0, output - 1) * self.stream_step(load.decoding + 1, load.context_tokens + tokens + 0.5 * output)
 
     def stream_step(self, streams: float, context: float) -> float:
@@ -441,7 +445,7 @@ class Costs:
         self.group.learn("ttft", (*features[:5], features[5] / speed), seconds / speed)
 
     def observe_itl(self, seconds_per_token: float, decoding: int, context_tokens: int) -> None:
-        """Learn from a stream's mean seconds per token.
+        """Learn the time of decode steps from an answer's mean seconds per token.
 
         `decoding`, `context_tokens`: streams and context tokens on the replica, this stream included.
         """

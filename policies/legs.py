@@ -87,7 +87,7 @@ class LegRule(Protocol):
 
 
 def best(found: Iterable[LegChoice | None]) -> LegChoice | None:
-    """Return the cheapest of several choices of two legs; None if all are None."""
+    """Return the cheapest of several choices of a prefill and a decode replica; None if all are None."""
     chosen = [one for one in found if one is not None]
     return min(chosen, key=lambda one: one.seconds or 0.0, default=None)
 
@@ -98,19 +98,25 @@ def of_policy(policy: Policy) -> Cost | None:
 
 
 def price(policy: Policy) -> Cost | None:
-    """Return the cost by which the policy compares two legs with one replica if it is in seconds, else None."""
+    """Return the policy's cost for comparing two replicas per request with one if it is in seconds, else None."""
     cost = of_policy(policy)
     return None if cost is None else cast("Cost", getattr(policy, "leg_cost", cost))
 
 
 def choose(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the cheapest two legs if they cost less than the request on one replica, else None: the gateway's rule."""
+    """Return the cheapest pair of prefill and decode replica if it costs less than one replica, else None.
+
+    This is the gateway's own rule. A policy that does not count in seconds chooses the pair by its preference.
+    """
     cost = price(policy)
     return by_preference(policy, ways) if cost is None else by_cost(cost, ways)
 
 
 def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
-    """Return the cheapest two legs if they cost less than the request on one replica by this cost, else None."""
+    """Return the cheapest pair of prefill and decode replica if it costs less than one replica, else None.
+
+    `cost`: the cost in seconds by which they are compared.
+    """
     apart = cheapest(cost, ways)
     if apart is None or apart.seconds is None or apart.whole_seconds is None:
         return None
@@ -118,16 +124,16 @@ def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
 
 
 def cheapest_of(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the two legs that cost least by the policy, whatever the request costs on one replica.
+    """Return the cheapest pair of prefill and decode replica by the policy, whatever one replica would cost.
 
-    If the policy does not count in seconds, these are the legs that it prefers. None if no two replicas can be paired.
+    If the policy does not count in seconds, it is the pair that it prefers. None if no two replicas can be paired.
     """
     cost = price(policy)
     return by_preference(policy, ways, least=-1) if cost is None else cheapest(cost, ways)
 
 
 def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
-    """Return the two legs that cost least, whatever the request costs on one replica.
+    """Return the cheapest pair of prefill and decode replica, whatever one replica would cost.
 
     None if no two replicas can be paired. Prices within 0.1 % or 0.1 ms count as equal, and one of them is drawn.
     """
@@ -186,9 +192,10 @@ def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
 
 
 def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:
-    """Return the two legs that a policy prefers which does not count in seconds; None if no pair can be taken.
+    """Return the pair of prefill and decode replica that a policy prefers, or None if no pair can be taken.
 
-    It is also None if the decoder lacks no more than `least` tokens of the prompt (default: one block).
+    For a policy that does not count in seconds. The result is also None if the decoder lacks no more than `least`
+    tokens of the prompt (default: one block).
     """
     demand = ways.demand
     least = demand.block_size if least is None else least

@@ -98,22 +98,22 @@ class Placement:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that need not be computed, in all tiers."""
+        """The prompt tokens that need not be computed, as the replica holds them in any memory tier."""
         return self.overlap + self.fetched if self.lower else self.overlap
 
     @property
     def predicted(self) -> int:
-        """The predicted `cached_tokens` that the engine will report."""
+        """The number of cached prompt tokens (`cached_tokens`) that the engine is predicted to report."""
         return self.overlap + self.beyond + (self.fetched if self.lower else 0)
 
     @property
     def fetched(self) -> int:
-        """Prompt tokens that come from slower tiers."""
+        """The prompt tokens that come from slower memory tiers or another replica."""
         return sum([tokens for _, tokens in self.lower])
 
     @property
     def overlap_blocks(self) -> int:
-        """Blocks of the prompt held in the first tier."""
+        """The number of the prompt's blocks that the replica is assumed to hold in its first tier."""
         return self.overlap // self.demand.block_size
 
     @property
@@ -209,8 +209,7 @@ class Router:
         """Add a replica on which requests may be placed; return its candidate, the same object until `remove`.
 
         `slot`: its index in the cache map. `rank_paths`: set if it is one data-parallel rank of an engine; only
-        requests
-            posted to these API paths are sure to be computed by the rank that they are sent to.
+        requests posted to these API paths are sure to be computed by the rank that they are sent to.
         """
         candidate = Candidate(
             replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths
@@ -296,8 +295,9 @@ class Router:
     ) -> Evaluation:
         """Return the policy's choice of a replica for a request, without placing it there.
 
-        Nothing is counted, so a repeated call returns the same choice. `explain`: the choice needs a reason and cost
-            terms; `peers`: the replicas that may fetch the prompt from one another's memory.
+        Nothing is counted, so a repeated call returns the same choice.
+        `explain`: the choice needs a reason and cost terms; `peers`: the replicas that may fetch the prompt from one
+            another's memory.
         """
         demand.output, demand.residual = self.outputs.expected(demand)
         if demand.also is not None:

@@ -72,7 +72,9 @@ def commit(
     now: float,
     decided: tuple[Decision, Decision] | None = None,
 ) -> tuple[Placement, Placement, Move]:
-    """Count the load of both legs of a request, and the transfer between them; call this right after `choose`.
+    """Count the load of a request on its prefill and its decode replica, and the transfer between the two.
+
+    Call this right after `choose`.
 
     Returns the placements of the first and the second leg, and the transfer of the prompt's KV cache. The policy learns
     from its choice of legs or, if it made none, from its choice for the whole request. `decided`: a shared ledger's
@@ -136,7 +138,9 @@ def _commit_prefill(
     begins: float = UNTIMED,
     moving: float = 0.0,
 ) -> Placement:
-    """Count a leg that only computes a prompt in its replica's load, and return its placement.
+    """Add a request whose answer another replica writes to the load of the replica that computes its prompt.
+
+    Returns the placement.
 
     `overlap`, `lower`: prompt tokens that the replica holds in its first tier and in slower ones. `counted`: a shared
     ledger has counted it already. `begins`: when it begins, UNTIMED if unknown; `moving`: further seconds until the
@@ -170,9 +174,9 @@ def weigh_decoder(router: Router, demand: Demand, decoders: Sequence[Candidate],
 
 
 def commit_decoder(router: Router, demand: Demand, candidate: Candidate, now: float) -> Placement:
-    """Count a leg that only decodes in its replica's load, and return its placement.
+    """Add a request whose prompt another replica computes to the load of the replica that writes its answer.
 
-    The cache map expects the whole prompt in the replica's cache.
+    Returns the placement. The cache map expects the whole prompt in the replica's cache.
     """
     reservation = router.ledger.reserve_decode(candidate.replica, demand.tokens, demand.residual)
     placement = Placement(candidate, demand, candidate.overlap, reservation, now)

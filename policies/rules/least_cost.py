@@ -73,7 +73,7 @@ class Cost:
 def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> int:
     """Return the index of the least cost.
 
-    Costs up to least x slack[0] + slack[1] count as equal, and one of them is drawn by the random number 0 <= `draw` <
+    Costs up to least x slack[0] + slack[1] count as equal. One of them is drawn by the random number `draw`, from 0 to
     1.
     """
     best = min(costs)

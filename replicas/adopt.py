@@ -246,6 +246,7 @@ def _names(facts: Facts, listed: list[Any]) -> None:
         if not isinstance(entry, dict) or not _is_name(name := entry.get("id")):
             continue
         parent, root = entry.get("parent"), entry.get("root")
+        parent = None if parent == "" else parent
         if parent is not None and not _is_name(parent):
             continue  # an adapter without a valid base model; counted as one, it would give the engine a wrong root
         root = root if _is_name(root) else None

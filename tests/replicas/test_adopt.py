@@ -75,6 +75,11 @@ async def test_an_adapter_of_nobody_knows_what_is_not_taken_for_the_base_model(f
     assert (facts.models, facts.root, facts.adapter_roots) == ({"llama": None}, "/models/llama", {})
 
 
+async def test_a_parent_without_a_name_is_none(found):
+    facts = await found({"/v1/models": {"data": [LLAMA | {"parent": ""}]}})
+    assert facts.serving and (facts.models, facts.root) == ({"llama": None}, "/models/llama")
+
+
 async def test_of_a_catalogue_a_bounded_number_of_names_is_known(found, monkeypatch):
     monkeypatch.setattr(adopt, "MOST_NAMES", 3)
     facts = await found({"/v1/models": {"data": [{"id": f"m{number}"} for number in range(4)]}})

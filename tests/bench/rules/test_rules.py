@@ -40,6 +40,10 @@ def test_one_function_makes_the_fields_rules_and_the_products_policies():
         rules.make("fastest")
 
 
+def test_every_rule_says_where_it_is_stated():
+    assert set(rules.SOURCES) == set(rules.NAMES) and all(rules.SOURCES.values())
+
+
 def test_the_oracle_of_answers_takes_the_least_seconds_of_these():
     assert {make("oracle_answer", seed).choose(asked(), fleet(3)).index for seed in range(20)} == {0}
     with pytest.raises(ValueError, match="loadgen simulate"):

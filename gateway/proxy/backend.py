@@ -101,8 +101,8 @@ class Backend:
 
         A replica's watcher knows which process listens at its address, as long as the connection that it keeps to this
         process is open. Once that has closed, the watcher checks models, version and process again before this returns.
-        The process that answers it was there while the new connection was open, so the check is valid for that, even if
-        the engine has closed it meanwhile.
+        The process that answers it was there while the new connection was open. So the check is valid for the new
+        connection, even if the engine has closed that meanwhile.
 
         `incarnation`: the replica's process for which the connection was opened.
         """

@@ -53,7 +53,7 @@ class UnattributedError(NamedTuple):
 
 
 def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Return whether two different engines failed the request in the same way, the last of these errors being one."""
+    """Return whether another engine has failed the request before in the same way as the last of these errors."""
     *before, last = unattributed_errors
     return any(one.engine != last.engine and _alike(one.kind, last.kind) for one in before)
 

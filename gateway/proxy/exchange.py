@@ -135,8 +135,9 @@ class Attempt:
         return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
 
     def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
-        """End the attempt by this event, and close its connection if it has one, so that the engine aborts the request.
+        """End the attempt, and close its connection if it still has one, so that the engine aborts the request.
 
+        `event`: FINISHED, FAILED, or DROPPED if the attempt is no longer needed.
         `error`: why it failed; None if it did not.
         """
         self.state = ATTEMPT_TRANSITIONS[self.state, event]

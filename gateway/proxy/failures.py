@@ -63,10 +63,11 @@ class Failures:
             attempt.exchange.run_isolated(self.failed, attempt, error)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
-        """End a failed attempt, and dispatch its failure to the exchange, whose next action decides what follows.
+        """End a failed attempt, and dispatch its failure to the exchange (the client's request).
 
-        The action gets a `Failed`, with all that the rules in `retries` need to know of the failure. If a first leg
-        failed beside a second one, the exchange may go on without an event.
+        The next action of the exchange decides what follows. It gets a `Failed`, with all that the rules in `retries`
+        need to know of the failure. If the attempt was a first leg (prefill) that ran at the same time as the second
+        one, the exchange may go on without an event.
 
         `error`: its `kind` is one of `retries.KINDS`.
         """
@@ -284,7 +285,7 @@ class Failures:
         exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
     def abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
-        """End an exchange whose client has left, or that the gateway cuts off when it shuts down (`cut`).
+        """End a request whose client has left, or that the gateway cuts off when it shuts down (`cut`).
 
         A client that leaves after the last event of its stream has a complete answer, which is accounted for as such.
 
@@ -313,7 +314,7 @@ class Failures:
         return attempt.streams and answers.has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
 
     def _close(self, exchange: Exchange) -> None:
-        """Release the replica connections and the reserved load of an exchange that ends without a complete answer."""
+        """Release a request's connections to replicas and its reserved load; it ends without a complete answer."""
         self.under_way.discard(exchange)
         attempt = exchange.attempt
         if exchange.legs is not None:

@@ -75,7 +75,7 @@ CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptE
 
 
 class Handler:
-    """The driver of all requests: for each event it sets the exchange's next state and runs the action for it."""
+    """The driver of all requests: after each event of a request it sets the state and runs the next action."""
 
     def __init__(
         self, own_paths: OwnPaths, preparation: Preparation, placing: Placing, settling: Settling,
@@ -200,7 +200,7 @@ class Handler:
     def _own_answer(
         self, request: Request, tenant: Tenant | None
     ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
-        """Return the function with which the gateway answers a request itself; None if no such function exists."""
+        """Return the function with which the gateway answers a request itself; None for a request to be forwarded."""
         if self.own_paths.is_known_without_slash(request.path):
             return self._without_slash
         return self.own_paths.answer_to(request, tenant)
@@ -216,10 +216,10 @@ class Handler:
         client.reply(307, b"", [(b"location", path.rstrip(b"/") + mark + query)])
 
     def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None:
-        """Set the exchange's next state after an event, then call the action that belongs to the transition.
+        """Set the next state of an exchange (a client's request) after an event, then call the action that follows.
 
-        `states.TRANSITIONS` lists both by present state and event. A pair that it does not list is a bug of the
-        gateway, and raises KeyError.
+        `states.TRANSITIONS` lists state and action by present state and event. If it does not list them, this is a bug
+        of the gateway, and raises KeyError.
 
         `detail`: the action's second argument, for example an error or the first bytes of an answer.
         """
@@ -300,8 +300,8 @@ class Handler:
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
         """Send the attempt's request on a connection that was just opened.
 
-        If the attempt has ended meanwhile, the pool gets the connection. If the replica has another address by now, the
-        request is sent on a connection to that one.
+        If the attempt has ended meanwhile, the connection is given to its pool for other requests. If the replica has
+        another address by now, the request is sent on a connection to that address.
         """
         exchange = attempt.exchange
         if attempt.state is AttemptState.CONNECTING and upstream.pool is attempt.backend.pool:
@@ -332,7 +332,7 @@ class Handler:
             self.on_body(attempt, body)
 
     def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
-        """Check bytes of a body of which nothing was relayed yet: relay them, hold them back, or fail the attempt.
+        """Check the first bytes of an answer's body: relay them, hold them back, or fail the attempt.
 
         They are held back in `attempt.withheld` while there are too few to tell an answer from an error.
 
@@ -481,7 +481,7 @@ class Handler:
             self.dispatch(attempt.exchange, FINISHED)
 
     def settle(self, exchange: Exchange, _: Any) -> None:
-        """End a request whose answer the client has completely; its accounting follows in a batch with others'."""
+        """End a request whose answer the client has completely; its accounting follows, with that of other requests."""
         self.under_way.discard(exchange)
         exchange.client.finish(not exchange.attempts[-1].response_head.until_close)
         self.settling.complete.add(exchange)

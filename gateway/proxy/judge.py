@@ -59,6 +59,8 @@ class Judge:
     def _ours(self, attempt: Attempt, status: int, what: str) -> UpstreamError | None:
         """Return the error for an answer that may be due to what the gateway wrote into the request; else None.
 
+        That may be token ids in place of the text, or the parameters of a leg (prefill or decode).
+
         `status`: the answer's, or the one that an error in its body amounts to.
         `what`: the answer in words, for the error's message.
         """
@@ -73,9 +75,11 @@ class Judge:
     ) -> UpstreamError | Literal[Sight.EARLY, Sight.BLIND] | None:
         """Judge the first bytes of an answer with status 200 to a prompt.
 
-        Returns the error if the client gets nothing of this answer, `Sight.EARLY` to wait for more bytes, `Sight.BLIND`
-        to relay them although so many bytes show neither output nor error, or None to relay an answer. For an error
-        that is relayed, `attempt.fault` is set to the status that it amounts to.
+        Returns
+        - an error, if the client gets nothing of this answer;
+        - `Sight.EARLY`, to wait for more bytes;
+        - `Sight.BLIND`, to relay the bytes, since they are very many and show neither output nor an error;
+        - None, to relay an answer. If it contains an error, `attempt.fault` is set to the status that this amounts to.
 
         `held_back`: how many of the bytes an earlier call has checked.
         `whole`: whether the body is complete with these bytes.

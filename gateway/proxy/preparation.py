@@ -66,7 +66,7 @@ class Preparation:
         self._in_background: set[asyncio.Task[None]] = set()
 
     def begin(self, exchange: Exchange) -> None:
-        """Prepare a request's prompt, soon or in a thread, and then call `exchange.prepared` or `exchange.refused`."""
+        """Have a request's prompt prepared, in a batch or in a thread; ends with `exchange.prepared` or `.refused`."""
         if len(exchange.request.body) <= OFFLOAD_BYTES:
             self._short.add(exchange)
         else:

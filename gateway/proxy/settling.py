@@ -215,7 +215,7 @@ class Settling:
     # --- two legs
 
     def leg_ended(self, leg: Leg, kind: str = COMPLETE) -> None:
-        """Count how a leg (prefill or decode) ended; must be called once for each leg.
+        """Count in metrics how a leg of a request (prefill or decode) ended; must be called once for each leg.
 
         `kind`: the kind of its failure (`retries.KINDS`), or COMPLETE, or ABANDONED if it was not needed any more.
         """
@@ -249,10 +249,11 @@ class Settling:
     def _transferred(self, second: Attempt, legs: Legs, writing: float, learns: bool) -> None:
         """Record how long the KV transfer of a second leg took.
 
-        This is the time from sending the leg to its first byte, less the time that the first leg still ran and the
-        decoder's own time. The cost of transfers is learned from it only if `learns`, and if the sending replica was
-        ready throughout.
+        This is the time from sending the leg to its first byte, less the time that the first leg still ran and less the
+        decoder's own time.
 
+        `learns`: whether to learn the cost of transfers from it, which is done only if the sending replica was ready
+            all the time.
         `writing`: the predicted seconds of decoding before that first byte, for an answer that is not streamed.
         """
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
@@ -587,7 +588,8 @@ class Settling:
     ) -> None:
         """Compare the prompt and cached tokens that an engine reports with the gateway's prediction.
 
-        Updates the metrics of both. If predictions keep differing, the replica's part of the map is rebuilt.
+        Updates the metrics of both. If predictions keep differing, the replica's part of the map of cached blocks is
+        rebuilt.
 
         `tells_blocks`: whether the engine computes requests to this path on this very replica (data-parallel rank), so
             that its cached tokens are those of the replica.
@@ -673,7 +675,7 @@ class Settling:
     def compare_counts(self, backend: Backend, queries: float | None, hits: float | None, idle: bool) -> None:
         """Compare an engine's cache counters, read from its metrics, with the predictions since they were last read.
 
-        If they differ too much, the replica's part of the map is rebuilt.
+        If they differ too much, the replica's part of the map of cached blocks is rebuilt.
 
         `queries`, `hits`: prompt tokens looked up in the cache, and found there, in all; None if not reported.
         `idle`: whether no request is in flight at the replica.

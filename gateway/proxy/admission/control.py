@@ -134,10 +134,11 @@ class OverloadControl:
         metrics.read_from(self.reading)
 
     def follow(self, admission: Admission, name: str, base: str = "") -> None:
-        """Note that a fleet's admission gets requests for a model, so that the fleet is controlled by their latencies.
+        """Note that an admission gets requests for a model, by whose latencies it will be controlled.
 
+        `admission`: that of a group of replicas (a fleet) of one base model.
         `name`: the model's label in metrics.
-        `base`: the label of the base model of the fleet's replicas.
+        `base`: the label of that base model, "" if unknown.
         """
         fleet = self._fleets.get(admission)
         if fleet is None:
@@ -146,7 +147,7 @@ class OverloadControl:
         fleet.base = base
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
-        """Drop the fleets of all admissions that are not among these, and all model labels that are not."""
+        """Drop all groups of replicas whose admissions are not among these, and all model labels that are not."""
         self._fleets = {one: self._fleets[one] for one in admissions if one in self._fleets}
         for fleet in self._fleets.values():
             fleet.names = fleet.names & models or fleet.names
@@ -181,7 +182,7 @@ class OverloadControl:
             self._judge(fleet, pressures, late, now)
 
     def _seen(self, gained: Sequence[Gain], qos: QosClass, fleet: Fleet) -> Answers:
-        """Return the statistics of a class's answers from this fleet: TTFT, TPOT and the time of whole answers."""
+        """Return the statistics of a class's answers from these replicas: TTFT, TPOT and the time of whole answers."""
         ttft, tpot, whole = [
             _seen(histogram.bounds, gain, qos.name, fleet.names, limit)
             for histogram, gain, limit in zip(self._histograms, gained, (*qos.slo, None))
@@ -189,7 +190,7 @@ class OverloadControl:
         return ttft, tpot, whole
 
     def _judge(self, fleet: Fleet, pressures: dict[str, SloRatio], late: bool, now: float) -> None:
-        """Have a fleet's control decide at the end of a window; note its changes, and have admission follow them.
+        """Decide for one group of replicas (a fleet) at the end of a window, and have admission follow the changes.
 
         `pressures`: by class, the ratio of its latencies to their limits in the window.
         `late`: whether too many requests wait longer than their limit for an answer, or were refused.

@@ -138,7 +138,11 @@ class Queue:
     def _judge(
         self, asker: Asker, fleet: Admission, ticket: QueuedRequest, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
-        """Have the fleet decide about a request, count its decision in metrics, and act on it; as `admit` returns."""
+        """Have the admission of a group of replicas (`fleet`) decide about a request, and act on its decision.
+
+        The decision is counted in metrics. Returns the evaluation by which to place the request, or None if it was
+        queued or refused.
+        """
         waited, prompt, placing = ticket.waits, _computed(asker), self._placing
         verdict, evaluation = admit(
             placing.router,
@@ -186,9 +190,12 @@ class Queue:
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
     def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, QueuedRequest] | None:
-        """Return a new ticket for a request, and its fleet; None if the request was refused for an invalid header.
+        """Return a request's new ticket, and the admission of the group of replicas that may serve the request.
 
-        `space`: the number of the prompt space for a request whose prompt is not read.
+        Returns None if the request was refused because of an invalid header.
+
+        `space`: the number of the prompt space (group of replicas with one prompt format) for a request whose prompt is
+            not read.
         """
         key, header = asker.tenant, asker.request.header
         try:
@@ -231,9 +238,9 @@ class Queue:
         return self._fleets[space]
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
-        """Drop the admission state of prompt spaces that no longer exist, once no request waits there.
+        """Drop the admission state of groups of replicas that no longer exist, once no request waits there.
 
-        `spaces`: the existing ones: the number of the prompt space -> base model.
+        `spaces`: the number of each existing prompt space (group of replicas with one prompt format) -> its base model.
         `models`: the model labels in metrics.
         """
         self._names = {number: name for number, name in spaces.items() if name in models}
@@ -341,13 +348,13 @@ class Queue:
         self.look()
 
     def _leave_line(self, fleet: Admission, ticket: QueuedRequest, decision: str, reason: str) -> None:
-        """Take a request out of its fleet's queue and count that in metrics, if it is still waiting."""
+        """Take a request out of its queue and count that in metrics, if it is still waiting."""
         if ticket.waits:
             fleet.leave(ticket, monotonic())
             self._metrics.admission.inc(decision, ticket.qos.name, reason)
 
     def _take_ticket(self, asker: Asker) -> tuple[Admission, QueuedRequest] | None:
-        """Remove and return a request's ticket and fleet; None if it has no ticket.
+        """Remove and return a request's ticket, with the admission that it belongs to; None if it has no ticket.
 
         The queue of its class may keep the ticket for a while, but no longer the request, with its prompt and headers.
         """
@@ -358,7 +365,7 @@ class Queue:
         return known
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
-        """Compare the predicted and the measured time to a stream's first token, from which its fleet learns.
+        """Compare the predicted and the measured time to a stream's first token, from which admission learns.
 
         `held_up`: whether the event loop was stalled meanwhile, so that the time was not measured well.
         """
@@ -414,7 +421,7 @@ class Queue:
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
 
     def waiting(self) -> dict[str, int]:
-        """Return the number of waiting requests of each class, in all fleets together."""
+        """Return the number of waiting requests of each service class, for all models together."""
         waiting = {one.name: 0 for one in self._classes.all}
         for fleet in self._fleets.values():
             for line in fleet.queues:

@@ -27,7 +27,7 @@ class Drift:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all comparisons, after the replica's part of the map was rebuilt, or its process was replaced."""
+        """Forget all comparisons, after the replica's map of cached blocks was rebuilt, or its process was replaced."""
         self._new_window()
         self._begin_comparison()
         self._before: tuple[float | None, float | None] = (None, None)
@@ -51,7 +51,9 @@ class Drift:
         return self._offset if self._steady >= STEADY else 0
 
     def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0, block_size: int = 0) -> bool:
-        """Compare an answer that reports its cached tokens; return whether the map has drifted and must be rebuilt.
+        """Compare an answer that reports its cached tokens with the prediction; return whether the map must be rebuilt.
+
+        It must if the predictions of a window of answers were too wrong in all (TOLERATED).
 
         `predicted`: cached tokens that were predicted.
         `cached`: the reported ones, in all tiers (GPU memory and slower ones).
@@ -111,7 +113,7 @@ class Drift:
         self._excluded = True
 
     def counted(self, queries: float | None, hits: float | None, idle: bool, block_size: int = 0) -> bool:
-        """Compare the engine's counters, read from its metrics; return whether the map has drifted and must be rebuilt.
+        """Compare the engine's counters, read from its metrics, with the predictions; return whether the map is wrong.
 
         `queries`, `hits`: prompt tokens looked up in the cache and found there, in all; None if not reported.
         `idle`: whether the engine has no request in flight, part of which it may have counted.

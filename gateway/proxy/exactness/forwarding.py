@@ -62,7 +62,7 @@ MadeAlike = Callable[[str, "Prompt"], None]
 
 
 class TokenIdForwarding:
-    """The choice between sending a prompt's text and sending its token ids."""
+    """The choice between sending a prompt's text and sending its token ids, with the checks that ids depend on."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class TokenIdForwarding:
         made_otherwise: MadeOtherwise,
         made_alike: MadeAlike,
     ):
-        """Create the state, in which no replica has confirmed anything.
+        """Create the state, in which no replica was shown to make the same token ids as the gateway.
 
         `wanted`: False to forward no ids at all.
-        `made_by(replica)`: returns a number for the way in which ids are made for this replica now; confirmations under
-            another number are void.
+        `made_by(replica)`: returns a number for the way in which ids are made for this replica now; what was shown
+            under another number is void.
         `made_otherwise`, `made_alike`: called for a replica whose prompt tokens differ from the gateway's, or agree
             with them again.
         """
@@ -168,7 +168,10 @@ class TokenIdForwarding:
         return xxh3_64_intdigest(prompt.token_ids) not in kind.bodies
 
     async def _check(self, backend: Backend, prompt: Prompt, body: bytes, headers: dict[str, str]) -> None:
-        """Ask a replica for the ids that it makes of a body, and confirm the body's kind or end forwarding."""
+        """Ask a replica for the token ids that it makes of a body, and compare them with the gateway's.
+
+        If they are the same, that counts for bodies of this kind; if not, forwarding of ids ends.
+        """
         known, path, ids = self._known(backend), prompt.path, prompt.token_ids
         try:
             replica, timeout = backend.replica, aiohttp.ClientTimeout(token_ids.ANSWER_SECONDS)
@@ -226,7 +229,7 @@ class TokenIdForwarding:
         return prompt.made_by != self._made_by(backend.id)
 
     def _known(self, backend: Backend) -> Forwarding:
-        """Return the state of the replica's present process, without confirmations that are void by now."""
+        """Return the state of the replica's present process, without what was shown for ids made in another way."""
         known, made_by = backend.forwarding, self._made_by(backend.id)
         if known.incarnation != backend.incarnation:
             known = process_of(backend)
@@ -239,7 +242,7 @@ class TokenIdForwarding:
         return known
 
     def look(self) -> None:
-        """Allow forwarding again where the replicas that made other ids are removed or are other processes by now."""
+        """Allow forwarding of ids again where the replicas that made other ids are removed or are other processes."""
         for stopped in [key for key, (id, known) in self._stopped.items() if self._is_gone(id, known)]:
             del self._stopped[stopped]
         gone = [id for id, (known, _) in self._differed.items() if self._is_gone(id, known)]
@@ -254,7 +257,10 @@ class TokenIdForwarding:
         return (one := self._backends.get(id)) is None or process_of(one) is not known
 
     def _off(self, backend: Backend, prompt: Prompt) -> bool:
-        """Return whether a difference has ended forwarding for a replica's model, or for this kind of body."""
+        """Return whether forwarding of ids has ended, for a replica's model or for this kind of body.
+
+        It ends when any replica has made other ids than the gateway.
+        """
         if self._stopped and (prompt.made_by, prompt.path, prompt.kind) in self._stopped:
             return True
         return bool(self._differed) and any(
@@ -263,7 +269,9 @@ class TokenIdForwarding:
         )
 
     def _differ(self, backend: Backend, prompt: Prompt, why: str) -> None:
-        """End forwarding because a replica made other ids of a prompt, for all replicas whose prompts are made alike.
+        """End forwarding of ids, because a replica made other ids of a prompt than the gateway.
+
+        It ends for all replicas whose prompts the gateway tokenizes in the same way.
 
         If the client's options steer the rendering of the body, it ends for the body's kind only.
 
@@ -286,7 +294,7 @@ class TokenIdForwarding:
             one.replica.takes_ids = f"{path}: no, {why if one is backend else f'replica {backend.id} makes other ids'}"
 
     def _stop(self, backend: Backend, prompt: Prompt, kind: str, why: str) -> None:
-        """End forwarding for one kind of body, to all replicas whose prompts are made alike."""
+        """End forwarding of ids for one kind of body, to all replicas whose prompts are tokenized in the same way."""
         now = monotonic()
         key = prompt.made_by, prompt.path, kind
         if key in self._stopped:
@@ -309,7 +317,7 @@ class TokenIdForwarding:
         return [one for one in self._backends.values() if one.candidate.space == backend.candidate.space]
 
     def _reject(self, backend: Backend, path: str, why: str) -> None:
-        """End forwarding at one path for this replica's process, since it takes no ids there or reports none."""
+        """End forwarding of ids at one path for this replica's process, as it accepts no ids there or reports none."""
         known = process_of(backend)
         if path not in known.rejected_because:
             known.kinds = {key: kind for key, kind in known.kinds.items() if key[0] != path}

@@ -131,7 +131,7 @@ def _read(reply: bytes) -> _Reply:
 
 
 class BodyKind:
-    """The checks of one kind of body at one replica."""
+    """The checks at one replica of one kind of body: same template, same use of tools, same shape of content."""
 
     def __init__(self) -> None:
         self.bodies: set[int] = set()  # digests of confirmed ids, up to CONFIRMATIONS

@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 
 
 class Shadows:
-    """The shadow policies, an `Onlooker` of the choices of replicas."""
+    """The shadow policies, whose choices of replicas are compared with the acting policy's but not acted on."""
 
     def __init__(self, names: Sequence[str], metrics: Metrics, acting: str = ""):
         """Create the policies.

@@ -187,7 +187,7 @@ class Decisions:
         return {"id": id, "done": True}
 
     def on(self) -> Counter[str]:
-        """Return the number of decisions under way by replica."""
+        """Return the number of decisions under way for each replica, by its id."""
         return Counter(leased.attempt.backend.id for leased in self._open.values())
 
     def _find(self, id: str) -> ExternalRequest:

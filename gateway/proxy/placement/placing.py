@@ -48,7 +48,7 @@ class Onlooker(Protocol):
 
 
 class Placing:
-    """The choice of a replica for each request, by the load that this gateway knows or by the shared ledger's."""
+    """The choice of a replica for each request, by the load that this gateway knows or by that of all gateways."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Placing:
         return demand_of(prompt, now, random())
 
     def place(self, asker: Asker) -> None:
-        """Choose a replica for a request and reserve its load in one step, here or in the shared ledger.
+        """Choose a replica for a request and reserve its load in one step, here or in the ledger that gateways share.
 
         Then `asker.placed` or `asker.unplaced` is called. This happens at once, at the end of a batch, when the shared
-        ledger has answered, or when the request has left the queue.
+        ledger in Redis has answered, or when the request has left the queue.
         """
         begun, now = perf_counter(), monotonic()
         if now > self.pulse.late_at:  # the event loop was stalled: note that before any replica counts as late
@@ -148,7 +148,7 @@ class Placing:
         acted: Acted | None,
         begun: float,
     ) -> None:
-        """Have the shared ledger choose among the candidates, then place the request by its decision.
+        """Have the load ledger in Redis choose among the candidates, then place the request by its decision.
 
         If that comes too late, the choice made here holds. If the chosen replica has left before Redis answered, the
         request is placed again.

@@ -44,7 +44,7 @@ class Pulls:
         self.any = len(self._peers) > 1
 
     def peers(self, asker: Asker) -> list[Candidate]:
-        """Return the candidates that may pull the cache of a request's prompt from each other.
+        """Return the replicas that may pull the cache of a request's prompt from each other, as candidates.
 
         There are none for a request whose `stays_whole` is set, for example because it resumes a stream or because
         another proxy forwards it.
@@ -80,9 +80,10 @@ class Pulls:
         return told
 
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
-        """Handle the failure of an attempt before its first byte, if its pull may have caused the failure.
+        """Handle the failure of an attempt before its first byte, if a pull may have caused the failure.
 
-        The pair of replicas is then not used for pulls for a while, and the request is repeated without a pull.
+        A pull fetches the cache of the prompt's beginning from another replica. This pair of replicas is then not used
+        for pulls for a while, and the request is repeated without one.
 
         `kind`: the kind of failure.
         """

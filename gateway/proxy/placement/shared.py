@@ -175,7 +175,7 @@ class SharedLedger:
     # --- decisions
 
     def decide(self, evaluation: Evaluation, answer: Answer) -> None:
-        """Have one of the candidates chosen, and the request's load reserved on it, in the shared ledger.
+        """Have Redis choose one of the candidates, by all gateways' load, and reserve the request's load on it.
 
         `answer`: called once, with the decision, or with None if Redis is away or late. The choice in the evaluation,
             made by this gateway's own view, then holds.
@@ -187,7 +187,7 @@ class SharedLedger:
         self._ask(evaluation, answer)
 
     def decide_legs(self, first: Evaluation, second: Evaluation, answer: AnswerBoth) -> None:
-        """Have the replica for a first leg (prefill) chosen, and the load of both legs reserved, by one message.
+        """Have Redis choose the replica for a first leg (prefill) and reserve the load of both legs, in one message.
 
         `second`: the second leg (decode). Its one candidate will have the prompt's KV cache when this leg begins.
         `answer`: called once, with both decisions, or with None if either is missing. The choices in the evaluations,
@@ -251,8 +251,9 @@ class SharedLedger:
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
         """Return the indices of the candidates among which Redis may choose.
 
-        If the policy's choice does not minimise a cost, Redis only reserves the load of that choice. The script gets
-        the cost coefficients of one group of replicas, so only candidates of the group that was chosen here are sent.
+        If the policy's choice does not minimise a cost, Redis only reserves the load of that choice. Groups of replicas
+        have cost coefficients of their own, and the script gets those of one group. So only candidates of the group
+        that was chosen from here are sent.
         """
         among = choice.among
         if self._cost is None or among is None:
@@ -350,17 +351,17 @@ class SharedLedger:
             self._background.failed(DECISIONS, error)
 
     def _take_back(self, evaluation: Evaluation, decision: Decision) -> None:
-        """Undo a decision that came too late.
+        """Undo a decision of Redis that came too late, when the request had gone by the choice made here.
 
-        If the choice made here was the same, the note for other gateways that the replica gets the prompt is kept.
+        If that was the same choice, the note for other gateways that the replica gets the prompt is kept.
         """
         went_there = decision.index == evaluation.choice.index
         self.undo(decision._replace(note=b"") if went_there else decision)
 
     def undo(self, decision: Decision) -> None:
-        """Have the next message undo a reservation in Redis, since the request went elsewhere or has ended.
+        """Have the next message undo a reservation of load in Redis, since the request went elsewhere or has ended.
 
-        It also removes the note that tells other gateways that the replica will have the prompt cached.
+        The message also removes the note that tells other gateways that the replica will have the prompt cached.
         """
         name = self._name(decision.replica)
         if decision.note and len(self._unsent.get(name, b"")) < MOST_UNSENT:
@@ -549,7 +550,7 @@ class SharedLedger:
             await asyncio.sleep(BEAT)
 
     async def _join(self) -> None:
-        """Join the shared ledger under a new token, and state all outstanding load."""
+        """Join the shared ledger under a new token (a random name with a lease), and state all outstanding load."""
         token = os.urandom(8).hex()
         # Changes from here on wait until Redis has accepted the token; earlier ones are contained in `_stated`.
         self._changed = set()
@@ -576,9 +577,11 @@ class SharedLedger:
         return await self.script(await self._ways.to(self._key), [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
-        """Give up the token, for this reason, and answer the waiting requests with None.
+        """Give up the token under which Redis has this gateway's load, and answer the waiting requests with None.
 
         Until the gateway has joined under a new token, the others' load is unknown, and all decisions are made here.
+
+        `why`: the reason, for the log.
         """
         now = asyncio.get_running_loop().time()
         if now - self._away_logged_at > LOG_SECONDS and (self.joined or why != self.reason):

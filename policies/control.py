@@ -1,9 +1,9 @@
 """Overload control: what lower classes give up while a higher class misses its limits, or nearly does.
 
-At the end of each window, a fixed time, every class has a *pressure*: its p99 (and p99.9 if it had enough answers) of
-TTFT and TPOT, divided by its limits. Pressure that the last third of the window no longer shows is over (an engine that
-stalled, or answers that began during a fault and ended after it), and no step is taken for it. The *steps* against a
-class depend on the highest pressure among the classes above it:
+Time is divided into windows of fixed length. At the end of each window, every class has a *pressure*: its p99 (and
+p99.9 if it had enough answers) of TTFT and TPOT, divided by its limits. Pressure that the last third of the window no
+longer shows is over (an engine that stalled, or answers that began during a fault and ended after it), and no step is
+taken for it. The *steps* against a class depend on the highest pressure among the classes above it:
 
     tighten   from 0.8   a replica counts as full for the class at 0.8 of its usual capacity
     cap       from 0.9   the class's answers are capped at `max_tokens_floor`
@@ -19,27 +19,29 @@ about what it would do), and no earlier step is undone in the same window: half 
 do to others. So everything is undone in two windows if one class was shed, plus one for each further class. No window
 both takes and undoes steps.
 
-A request that was refused because nobody could meet its class's limits counts as a miss, like a slow answer, if a lower
-class had capacity that the rules would have given to it (`FairShare.is_owed`). If more than one request in a hundred
-missed that way, the pressure is at least REFUSED: an overloaded fleet refuses most requests and answers few, all of
-them in time. Refusals demand no step if the class had its due (because it floods the fleet, or because lower classes
-are shed and have nothing left to give). If the class also had most of what all classes had, its slow answers demand no
-step up to FLOODED, since a flood is admitted to just within the limit. But while such refusals last to the end of a
-window (a shed class that comes back may fill all engines for some seconds), or while a class has too few requests to
-judge, the steps taken for it are kept, for HOLD windows. After that they are undone as if there were no pressure, and
-what a flood keeps shed is undone by a trial (below). That shows whether the fault is over, and nothing is taken for a
-class that no longer asks.
+A request that was refused because no replica could meet its class's limits counts as a miss, like a slow answer, if a
+lower class had capacity that the rules would have given to it (`FairShare.is_owed`). If more than one request in a
+hundred missed that way, the pressure is at least REFUSED: overloaded replicas refuse most requests and answer few, all
+of them in time. Refusals demand no step if the class had its due, because it floods the replicas, or because lower
+classes are shed and have nothing left to give. If the class also had most of the capacity that all classes used, its
+slow answers demand no step up to a pressure of FLOODED, since a flood is admitted to just within the limit.
 
-No class is refused in vain, either. Where limits are kept by little (pressure between 0.9 and 1.0), or are missed
-whatever is taken because no engine is fast enough, the pressure alone would keep lower classes shed for as long as the
-higher one asks. So steps that refuse somebody and were held unchanged for PATIENCE windows are all undone at once, as a
-*trial*. They are taken again in the first window in which more than twice as many requests as before miss their limits,
-and at least HELPS more; the next trial then comes after twice as many windows. Until such a window nobody is refused,
-and the trial ends once the pressure would have given the class back by itself.
+The steps taken for a class are kept, for HOLD windows, while such refusals last to the end of a window (a shed class
+that comes back may fill all engines for some seconds), or while the class has too few requests to judge. After that the
+steps are undone as if there were no pressure; what a flood keeps shed is undone by a trial (see the next paragraph).
+That shows whether the fault is over, and nothing is taken for a class that no longer asks.
+
+No class is refused in vain, either. If limits are only just met (pressure between 0.9 and 1.0), or are missed whatever
+is taken because no engine is fast enough, the pressure alone would keep lower classes shed for as long as the higher
+one asks. Therefore steps that refuse requests are all undone at once, as a *trial*, after they were unchanged for
+PATIENCE windows. They are taken again in the first window in which more than twice as many requests as before miss
+their limits, and at least HELPS more; the next trial then comes after twice as many windows. Until such a window no
+request is refused, and the trial ends once the pressure by itself would have undone the steps.
 
 `wants_more` reports that more replicas are needed, because some class missed its limits whatever was taken from others,
-or because too many requests of a class wait for an answer longer than their limit or are refused (`is_late`). Of the
-highest classes all such refusals count, of others only those of requests that were owed capacity. No I/O and no clock.
+or because too many requests of a class wait for an answer longer than their limit or are refused (`is_late`). For the
+highest classes all such refusals count, for others only refusals of requests that were owed capacity. No I/O and no
+clock.
 """
 
 from __future__ import annotations

@@ -2,29 +2,30 @@
 
 These are the terms of a candidate's cost, in seconds, with the coefficients that `costs` learns. The first five are the
 predicted TTFT, the sixth is the delay of other requests' first tokens, and the rest is time between tokens, of this
-answer and of others:
+answer and of others. A *stream* is a request that is decoding.
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
-    queue         tokens ahead x queued + the rest of the current step, less what of both is done by now; plus the
-                  replica's lateness, if an answer there was expected before now
-    crowd         the decode steps that its prefill shares with the streams there: the longer it is, the more
-    fetch         tokens in slower tiers x the time to fetch one, by tier (learned)
-    room          if its blocks do not fit: the shortfall x the time that the streams there still take
-    interference  own prefill x (prompts that wait for the next step as this one will + 0.25 x those that may have
-                  begun: in a shared batch, first tokens come that much later)
+    queue         tokens ahead x queued + the rest of the current step, less the part of both that is done by now; plus
+                  the time by which the replica's next answer is overdue
+    crowd         the decode steps that its prefill shares with the streams there: the longer the prefill, the more
+    fetch         tokens in slower tiers x the learned time to fetch one, by tier
+    room          if its KV cache blocks do not fit: the shortfall x the time that the streams there still take
+    interference  own prefill x (prompts that wait for the next step, as this one will, + 0.25 x prompts that may have
+                  begun): in a shared batch, their first tokens come that much later
     stall         0.05 x own prefill x streams there, each of which pauses meanwhile
-    decode        0.15 x its own decode steps: its tokens x the step of one stream alone; and after x shared x what the
-                  streams there add to those
-    crowding      after x shared x streams x what it adds to each step, and `crowd` x that for prefills to come
-    eviction      own prefill x 0.2 x KV use: some of what it evicts will be requested again
+    decode        0.15 x its own decode steps (its tokens x the step of one stream alone), and after x shared x the time
+                  that the streams there add to these steps
+    crowding      after x shared x streams x the time that it adds to each step, and `crowd` x the same for prefills to
+                  come
+    eviction      own prefill x 0.2 x share of KV blocks in use: some evicted blocks will be requested again
 
-A stream adds to each step `per stream + per token x (prompt + half its output)`; a step without the stream is what
-`costs` has learned, including the pauses for others' prefills. `shared` is how many steps two streams have in common: o
-x r / (o + r), the mean of the shorter of two exponential times, for an answer of o tokens expected and r still to come
-of the answers there (`outputs` learns both). So long answers do not gather: one more costs most where most is still to
-come. TetriInfer's second level (arXiv 2401.11181) keeps heavy and light decodes apart by the same predicted lengths;
-LMetric (arXiv 2603.15202) scores by the product of new prefill tokens and batch size, which is the `stall` here.
-Waiting prompts count as streams, since they will be.
+A stream adds `per stream + per token x (prompt + half its output)` to each step. A step without the stream is what
+`costs` has learned, including the pauses for other requests' prefills. `shared` is how many steps two streams have in
+common: o x r / (o + r), the mean of the shorter of two exponential times, where o tokens are expected of this answer
+and r tokens are still to come of the answers there (`outputs` learns both). As a result, long answers do not gather on
+one replica: one more costs most where most is still to come. TetriInfer's second level (arXiv 2401.11181) keeps heavy
+and light decodes apart by the same predicted lengths; LMetric (arXiv 2603.15202) scores by the product of new prefill
+tokens and batch size, which is the `stall` here. Waiting prompts count as streams, since they will become streams.
 
 `after` is the product of two factors: how much a second after the first token counts relative to one before it, and for
 how many requests a difference between the replicas' batches lasts. The first factor is 1 where a conversation begins:
@@ -37,10 +38,10 @@ a conversation and many decode, and two and a half where nearly all continue one
 requests will meet other streams, too: `stall` and `crowding` also count how many requests follow one that begins
 (learned) x the streams expected there (all streams x this replica's share of recent choices).
 
-Serving a request in two legs, on two replicas, is weighed against one replica (`legs`) by the same terms, but a pause
-of other streams counts 0.15 as well: as much as a second between the tokens of the request's own answer. Any replica
-for the whole request computes the prompt in front of some streams, so only the difference between replicas counts
-there; a prefiller spares the streams all of it.
+Two legs (prompt on one replica, answer on another) are compared with one replica by the same terms (`legs`), except
+that a pause of other streams also counts 0.15, as much as a second between the tokens of the request's own answer. If
+one replica serves the whole request, its prompt is computed in front of some streams whichever replica it is, so only
+the difference between replicas counts. A replica that only computes prompts spares the streams the whole pause.
 
 The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself
 once the queue of the replica that holds it costs more than computing elsewhere. It spreads earlier by ski-rental
@@ -49,9 +50,10 @@ and once it equals the cost of a copy, the next request makes the copy. For copi
 what knowing the future would (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches turn over, the
 regret fades.
 
-Overlaps tell whether a conversation begins. A continuing request finds a whole earlier prompt on one replica alone; a
-first request finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
-not. A continuing request does not pay for the future: moving it costs its history at once.
+Overlaps (the prompt tokens that replicas hold) show whether a conversation begins. A continuing request finds a whole
+earlier prompt on one replica alone. A first request finds less than the shortest prompt with the same first block,
+since instructions are shared and tasks are not. For a continuing request the costs of future requests are left out:
+moving it costs the computation of its history at once.
 
 Inputs: overlaps and tiers (if missing, the rule balances predicted time), the ledger, learned costs and lengths of
 answers (a new replica starts from its group's), the last scrape (if missing, `room` and `eviction` are 0), the time (if

@@ -144,7 +144,7 @@ class CacheMap:
             replica.model.most = guessed if replica.observed else most
 
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
-        """Return how much of the prompt with these block hashes each replica holds.
+        """Return how many blocks of the prompt with these block hashes each replica holds.
 
         `most`: how many of the prompt's blocks can be hits (None: all); the block with the last token cannot, as the
         engine always computes that token. `most` matters only for replicas with several cache groups (layers of

@@ -360,7 +360,7 @@ class Downstream(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _is_foreign(self) -> bool:
-        """Return whether the request line is one of RTSP or ICE: the parser accepts these and does not report it.
+        """Return whether the request line is one of another protocol (RTSP, ICE), which the parser accepts as well.
 
         The line is looked for in the bytes that were read. If another request may stand before it in these, such a line
         counts wherever it stands.
@@ -642,7 +642,7 @@ class Downstream(asyncio.Protocol):
     def end(self) -> None:
         """Close this connection, on which nothing is being answered, because the server ends.
 
-        A request that is being read is refused. Its connection closes once the client has read the refusal.
+        A request that is being read is refused first; its connection is then closed as after any refusal.
         """
         if self.reading:
             self._refuse(503, "the server is shutting down")

@@ -41,8 +41,8 @@ class Room(Generic[C]):
     """The clients' connections of one server, and the share of the process's open files that they may use.
 
     When the share is used up and a new connection comes, the one that has been idle longest is closed. If none is idle,
-    the new one is refused with a 503. Without the share, the event loop would reset it without an answer, once the
-    process is at its own limit.
+    the new one is refused with a 503. Otherwise, at the process's own limit, the event loop would reset new connections
+    without an answer.
     """
 
     __slots__ = ("connections", "handshakes", "idle", "refused", "_others", "_skip", "_said_at")

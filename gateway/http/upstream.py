@@ -394,7 +394,7 @@ Check = Callable[[], Awaitable[UpstreamError | None]]
 
 
 class Pool:
-    """The idle connections to one address of one replica, which are used again.
+    """A pool of connections to one address of one replica: it opens them, and keeps idle ones for the next requests.
 
     The one that was used last is taken first, so that connections that are no longer needed stay idle and are closed.
     """

@@ -84,8 +84,8 @@ class ChunkTier(NamedTuple):
 
     `base`: the kind of memory. `blocks`: blocks in a chunk.
     `own`: the tier is the engine's own. Its lookup starts with the chunk in which the GPU hit ends, and fetches no less
-    than one chunk of tokens; of each chunk the map keeps only the last block. Otherwise the tier is a store below the
-    engine (such as LMCache), whose lookup starts at the prompt's beginning, whatever the engine holds.
+    than one chunk of tokens. The map keeps only the last block of each chunk. If `own` is False, the tier is a store
+    below the engine (such as LMCache), whose lookup starts at the prompt's beginning, whatever the engine holds.
     """
 
     base: str  # one of TIERS, but not "gpu"

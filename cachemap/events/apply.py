@@ -91,13 +91,13 @@ class EventApplier:
 
     @property
     def stored_as(self) -> Blocks:
-        """The engine's block format, as shown by the events applied here or by other gateways (`believe`)."""
+        """The engine's block format, as shown by events that were applied here or that another gateway read."""
         return Blocks(self._size.known, self._ahead.known, self._states.known)
 
     def believe(self, told: Blocks) -> None:
         """Adopt the block format that another gateway read from events, until later events agree on another format.
 
-        An impossible format counts as unknown.
+        A format in which names cover more than MOST_AHEAD tokens after a block counts as unknown.
         """
         if told.ahead > MOST_AHEAD:
             told = UNTOLD
@@ -114,7 +114,7 @@ class EventApplier:
         return self._orphans + self._groups.orphans + (self.pages.orphans if self.pages is not None else 0)
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """Return how many of a prompt's leading tokens the replica holds.
+        """Return how many of a prompt's leading tokens the replica holds, counted in the engine's pages or blocks.
 
         `held`: how many leading blocks the map finds. `hashes`, `seed`: the hashes of the prompt's blocks and the seed
         of the first one. `tokens`: the prompt's token ids (uint32), without those that can never be a hit.
@@ -177,7 +177,7 @@ class EventApplier:
         return max([one.blocks for one in tiers if one.base == tier and not one.own], default=1)
 
     def flush(self) -> None:
-        """Hand all pending changes to the map."""
+        """Hand all changes that are still pending here to the map."""
         for _ in self.flushing():
             pass
 
@@ -196,7 +196,7 @@ class EventApplier:
         self._groups.flush()
 
     def _flush(self) -> None:
-        """Hand the pending changes of the main group and of slower tiers to the map."""
+        """Hand the pending changes of the main cache group (full attention) and of slower tiers to the map."""
         self._work += FLUSH
         if self._own:
             self._map.store(self._slot, list(self._own.values()), list(self._own), self._tier, self._heads)

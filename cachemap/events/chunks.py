@@ -68,7 +68,7 @@ class Chunks:
         self.blind = False
 
     def __len__(self) -> int:
-        """Return the number of known chunks, including removed ones that others follow."""
+        """Return the number of known chunks, including removed ones that other chunks follow."""
         return len(self._by_key)
 
     def __contains__(self, key: Key) -> bool:
@@ -118,7 +118,7 @@ class Chunks:
                 yield from self._forget(chunk)
 
     def found(self) -> Iterator[Chunk]:
-        """Yield all chunks that a look-up finds, each after the chunk that it follows."""
+        """Yield all chunks that a look-up finds, as no chunk before them is missing, each after the one it follows."""
         for chunk in self._by_key.values():
             if chunk.found and (chunk.before is None or not chunk.before.found):
                 yield from _with_those_behind(chunk)
@@ -143,7 +143,7 @@ class Chunks:
 
 
 def _find(chunk: Chunk) -> Iterator[Chunk]:
-    """Mark this chunk, and the held chunks that follow it without a gap, as found; yield them."""
+    """Mark this chunk, and the chunks that follow it without a gap, as found by look-ups; yield them."""
     todo = [chunk]
     while todo:
         one = todo.pop()

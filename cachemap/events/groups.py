@@ -97,7 +97,11 @@ class GroupEvents:
             self._alone += event.keys
 
     def store(self, event: Stored) -> None:
-        """Queue the blocks of an event until `following` finds their hashes."""
+        """Queue an event of a cache group until `following` finds its blocks' hashes, and note the group.
+
+        An event of Mamba is also kept for prompts' last, partial blocks of the same engine step, as it shows their
+        hashes.
+        """
         if not self.knows(event.group):
             if event.kind == MAMBA:
                 self._known[event.group] = CacheGroup.of_states(event.group)
@@ -251,7 +255,7 @@ class GroupEvents:
         self._alone.clear()
 
     def remove(self, event: Removed) -> None:
-        """Queue the removal of an event's blocks. Exhaust `following` first."""
+        """Queue the removal of an event's blocks from its cache group. Exhaust `following` first."""
         self._remove(self._known[event.group].tier, event.keys)
 
     def _remove(self, tier: str, keys: Sequence[Key]) -> None:

@@ -431,7 +431,7 @@ class EventIntake:
     async def _answered(
         self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Future[list[Numbered] | None]
     ) -> None:
-        """Rebuild the replica's blocks from the requested replay once its first batches are there.
+        """Rebuild the replica's blocks from the requested replay of events, once its first batches are there.
 
         `record`: the replay; `begin`: the task that waits for its first batches. Without an answer in time, the replay
         is requested again later.

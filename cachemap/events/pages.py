@@ -80,7 +80,7 @@ class Pages:
         self.orphans = 0
 
     def __len__(self) -> int:
-        """Return the number of known pages, including gaps."""
+        """Return the number of known pages, including dropped ones that other pages follow."""
         return int(self._by_key.count)
 
     def store(self, event: Stored) -> Generator[None, None, list[Chain]]:

@@ -128,7 +128,10 @@ class EngineModel(Tree):
             self._shed()
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Record that the engine computed or used this chain just now."""
+        """Record that the engine computed or used the blocks of this chain (a prompt) just now.
+
+        The least recently used blocks are evicted if the modelled cache is full.
+        """
         order, root = self._order, self._root
         asked, segment, held = self._found  # usually for this chain, which was looked up to choose the replica
         if asked is not hashes:
@@ -161,7 +164,7 @@ class EngineModel(Tree):
             end, segment = segment.start, segment.parent
 
     def reach(self, hashes: Sequence[int]) -> int:
-        """Return how many leading blocks of this chain the engine should still have."""
+        """Return how many leading blocks of this chain (a prompt) the engine should still have in its cache."""
         segment, held = self._longest(hashes)
         self._found = hashes, segment, held
         return held

@@ -36,7 +36,7 @@ class HolderSets:
 
     @property
     def nbytes(self) -> int:
-        """The bytes used, Python objects included: for each set its mask (referred to twice), number and dict entry."""
+        """The bytes used, Python objects included: for each set its row, its mask, its number and its dict entry."""
         width = self.width
         return (len(self._masks) - len(self._free)) * (180 + 17 * width)
 

@@ -46,7 +46,7 @@ DEFAULT_CLASS = QosClass("default")
 
 
 class Rule(NamedTuple):
-    """Conditions that assign a request to the class `qos`; None means no condition."""
+    """A rule that assigns requests to the class `qos` if all of its conditions hold; None means no condition."""
 
     qos: QosClass
     header: tuple[str, str | None] | None = None  # a name, and the value that the header must have (None: any value)

@@ -134,7 +134,7 @@ class Refusals:
         self._lately = dict(self._counted)
 
     def of(self, qos: str) -> tuple[Refused, Refused]:
-        """Return the refusals of a class since the window began, and since its last third began."""
+        """Return the counts of a class's refused requests since the window began, and since its last third began."""
         counted, window, lately = self._counted[qos], self._window[qos], self._lately[qos]
         return Refused(*map(sub, counted, window)), Refused(*map(sub, counted, lately))
 
@@ -272,9 +272,10 @@ class Control:
     """
 
     def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
-        """Build the ladder of steps from the classes below the highest priority.
+        """Build the ladder: the possible steps against the classes below the highest priority, in their order.
 
-        `observes`: returns whether all requests of a class are sent whatever is predicted; no steps are taken against
+        `observes`: a function that returns whether all requests of a class are sent whatever is predicted; no steps are
+        taken against
             such classes.
         """
         # The pressure (latency / limit) of each class in the last window; None: too few requests to tell.
@@ -352,7 +353,7 @@ class Control:
     def _highest(self, step: ControlStep, found: Mapping[str, SloRatio]) -> tuple[float, float]:
         """Return the highest lasting pressure and the highest share of misses of some classes.
 
-        These are the classes of higher priority than the one that the step takes from.
+        These are the classes of higher priority than the one against which the step is taken.
         """
         above = self._above(step, found)
         return max([one.lasting for one in above]), max([one.missed for one in above])
@@ -382,7 +383,7 @@ class Control:
         return undone
 
     def _names_above(self, step: ControlStep) -> list[str]:
-        """Return the classes of higher priority than the one that a step takes from."""
+        """Return the names of the classes of higher priority than the one against which a step is taken."""
         return [name for name, priority in self._priorities.items() if priority > self._priorities[step.qos]]
 
     def _above(self, step: ControlStep, found: Mapping[str, SloRatio]) -> list[SloRatio]:

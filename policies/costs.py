@@ -88,7 +88,7 @@ class Fit:
         self.error = self._prior_error = 0.0
 
     def state(self) -> dict[str, object]:
-        """Return everything learned, as JSON types."""
+        """Return everything that the model has learned, as JSON types, for `restore`."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "_prior"}
 
     def restore(self, state: Mapping[str, object]) -> None:
@@ -241,10 +241,10 @@ class Speed:
         self.delivered = self.value
 
     def observe(self, predicted: float, seconds: float, trust: float = 1.0) -> None:
-        """Learn from one observation of `seconds`.
+        """Learn from one measured time.
 
-        `predicted`: the seconds predicted with this speed; `trust`: 0..1, the share of them that depends on the
-            replica's speed.
+        `predicted`, `seconds`: the seconds predicted with this speed, and measured; `trust`: 0..1, the share of the
+            predicted seconds that depends on the replica's speed.
         """
         self.delivered += _LATEST * (self.value * seconds / predicted - self.delivered)
         gap = log(seconds / predicted)
@@ -527,8 +527,8 @@ class CostGroup:
     def decay_idle(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
         """Move the speeds of `idle` replicas towards the mean of the `used` ones, where the idle ones are slower.
 
-        `seconds`: how much longer they have been idle since the last call. So slow replicas are tried again, however
-            few requests there are.
+        In this way slow replicas are tried again, however few requests there are. `seconds`: how much longer they have
+            been idle since the last call.
         """
         kept = 0.5 ** (seconds / _DECAY_HALF_LIFE)
         ttft = exp(sum(log(one.ttft.value) for one in used) / len(used))

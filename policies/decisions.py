@@ -57,7 +57,7 @@ class AdmissionOptions:
     """
 
     def may_cap(self, most: int) -> bool:
-        """Return whether the request's answer can be capped at `most` tokens, and might be longer otherwise."""
+        """Return whether the request's answer may be capped at `most` tokens, and could be longer without that."""
         return False
 
     def capped(self, most: int) -> Sequence[Estimate]:

@@ -114,7 +114,7 @@ def _prompt(candidate: Candidate, demand: Demand, output: float) -> FirstLeg:
 
 
 def _held(load: Load, demand: Demand) -> float:
-    """Return the tokens of KV cache that the replica's present requests and the new one take together."""
+    """Return how many tokens of KV cache the replica's present requests and the new one take together."""
     return load.context_tokens + load.prefill_tokens + demand.tokens + demand.output
 
 

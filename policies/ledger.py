@@ -34,7 +34,7 @@ T = TypeVar("T")
 class Load:
     """The present load of one replica.
 
-    Scrapes set `waiting`, `kv_usage` and `capacity_tokens`, the ledger everything else.
+    Scrapes of the engine's metrics set `waiting`, `kv_usage` and `capacity_tokens`; the ledger sets everything else.
     """
 
     requests: int = 0  # requests that were sent to it and have not ended
@@ -53,7 +53,7 @@ class Load:
     due: float = FAR  # when its next answer is expected, by the same clock (`Unanswered`); FAR: no answer is awaited
 
     def copy(self) -> Load:
-        """Return a copy; `dataclasses.replace` takes five times as long."""
+        """Return a copy of this load; `dataclasses.replace` takes five times as long."""
         return Load(*_FIGURES(self))
 
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
@@ -193,7 +193,7 @@ class Changes(Generic[T]):
         self.count = 0
 
     def tell(self, what: T) -> None:
-        """Log a change."""
+        """Log that `what` has changed."""
         self._latest.append(what)
         self.count += 1
 

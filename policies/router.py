@@ -47,7 +47,7 @@ PASSED_OVER_SECONDS = 2.0  # a replica without a request for so long, while othe
 
 
 def hittable(tokens: int, block_size: int) -> int:
-    """Return how many blocks of a prompt can be cache hits, in all tiers; its last token is always computed."""
+    """Return how many blocks of a prompt can be cache hits, in any memory tier; its last token is always computed."""
     return (tokens - 1) // block_size
 
 

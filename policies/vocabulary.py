@@ -77,7 +77,7 @@ class Candidate:
 
 
 class Choice(NamedTuple):
-    """A policy's choice among the candidates."""
+    """A policy's choice of one of the candidate replicas for a request."""
 
     index: int  # type: ignore[assignment]  # of the chosen candidate; hides tuple.index, which nobody calls
     reason: str = ""  # the reason for the choice in words; may be empty unless `explain` was set

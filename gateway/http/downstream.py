@@ -156,6 +156,7 @@ class Downstream(asyncio.Protocol):
             self.crowded = not self.clients.room.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Release all that the connection keeps, and end its request: its client has left, or the server has ended."""
         self.clients.room.leave(self)
         self.closing = True
         self.waiting.clear()
@@ -186,6 +187,10 @@ class Downstream(asyncio.Protocol):
             self._next()
 
     def data_received(self, data: bytes) -> None:
+        """Parse a read from the client; a request whose head equals the last one is not parsed again (`KnownHead`).
+
+        While two requests wait, or bytes are left unparsed, reading from the client is paused.
+        """
         now = monotonic()
         if self.closing:
             self.close_at = min(now + self.clients.limits.linger_seconds, self.close_last)
@@ -337,6 +342,7 @@ class Downstream(asyncio.Protocol):
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
+        """Refuse a request whose head is faulty or announces too large a body; ask for the body if the client waits."""
         self.head_done = True
         version = self.parser.get_http_version()
         self.crowded = self.crowded and not self.clients.room.admit(self)
@@ -372,6 +378,7 @@ class Downstream(asyncio.Protocol):
         return re.search(re.escape(line) + b" +(?:RTSP|ICE)/", read) is not None
 
     def on_body(self, body: bytes) -> None:
+        """Collect a piece of the body, or refuse the request if the body or the budget of bytes is exceeded."""
         if self.refused:
             return
         self.told += len(body)
@@ -389,6 +396,10 @@ class Downstream(asyncio.Protocol):
             self.body.append(bytearray(body))
 
     def on_message_complete(self) -> None:
+        """Have a complete request answered or let it wait.
+
+        A head that offers to upgrade the connection is kept instead, to be parsed again without the offer.
+        """
         self.completed = True
         if self.refused:
             return

@@ -217,6 +217,10 @@ class Upstream(asyncio.Protocol):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the sink how its response has ended: complete, if the close is its end, or lost.
+
+        If nothing of a response has come, the error says whether the replica can have read the whole request.
+        """
         self.closed = True
         self.parser = None  # type: ignore[assignment]
         self.pool.idle.pop(self, None)
@@ -234,6 +238,10 @@ class Upstream(asyncio.Protocol):
             sink.lost(UpstreamError("closed", message, unread=unread and not (self.buffer or self.forwarding)))
 
     def data_received(self, data: bytes) -> None:
+        """Parse a read from the replica, and pass its bytes to the sink once the head is complete.
+
+        A response that is not valid HTTP is lost, and the connection is closed.
+        """
         sink = self.sink
         if sink is None:  # no request is in progress
             return self.drop()
@@ -353,6 +361,7 @@ class Upstream(asyncio.Protocol):
         self.surplus = self.complete
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header of the response, and note if it says where the body ends, or must not be relayed as it is."""
         if self.head_done:
             return
         name = name.lower()
@@ -372,6 +381,7 @@ class Upstream(asyncio.Protocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        """Note that the head is complete, unless it is that of an interim response, whose headers are dropped."""
         if self.complete:
             return
         self.status = self.parser.get_status_code()

@@ -173,6 +173,7 @@ class Attempt:
         self.handler.connected(self, upstream)
 
     def head(self, status: int, head: Head, body: bytes) -> None:
+        """Note the status and head of the answer, and pass them to the handler, which decides about the answer."""
         self.status, self.response_head = status, head
         # names of media types have no case (RFC 9110, 8.3.1)
         content_type = (head.get(b"content-type") or b"").lower()
@@ -180,6 +181,7 @@ class Attempt:
         self.handler.head(self, content_type, body)
 
     def data(self, data: bytes) -> None:
+        """Write a read of the answer to the client; before the client has anything of it, pass it to the handler."""
         if self.state is ANSWERING:
             if len(data) < TINY:
                 keep(self.tail, data)

@@ -354,6 +354,7 @@ class Failures:
         return len(streams)
 
     def _stop_stream(self, exchange: Exchange) -> None:
+        """End one stream because the gateway shuts down; the client gets that as an error event."""
         error = UpstreamError(retries.SHUT_DOWN, "the gateway is shutting down")
         if exchange.attempts[-1].state is not AttemptState.ENDED:
             exchange.attempts[-1].end_as(AttemptEvent.FAILED, error)

@@ -298,6 +298,7 @@ class PrefillAttempt(Attempt):
         self.exchange.run_isolated(self._complete)
 
     def _head_error(self) -> UpstreamError | None:
+        """Return why a first leg's answer cannot be used, by its head; None if it can. Errors are also recorded."""
         status = self.status
         content_type = (self.response_head.get(b"content-type") or b"").lower()
         if status == 200:
@@ -312,6 +313,10 @@ class PrefillAttempt(Attempt):
         return UpstreamError(retries.LEG_REFUSED, f"answered a first leg with {status}")
 
     def _complete(self) -> None:
+        """Use the complete answer to a first leg: end the attempt, and have the second leg sent if it was not sent yet.
+
+        If the answer is an error, or has no parameters for the KV transfer, the attempt fails.
+        """
         exchange, held = self.exchange, self.exchange.legs
         if held is None:
             return

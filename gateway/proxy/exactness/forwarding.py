@@ -144,6 +144,11 @@ class TokenIdForwarding:
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
 
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
+        """Return whether a prompt may be sent as token ids: its kind is confirmed, and the ids are valid and fit.
+
+        They fit if prompt and answer have room in the replica's context. Once the kind's next check is due, its next
+        body is sent as text.
+        """
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
         # If a request exceeds its context, an engine that is given text refuses it; given ids, it shortens the answer.

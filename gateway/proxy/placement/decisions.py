@@ -196,6 +196,7 @@ class Decisions:
         return leased
 
     def _renew(self, leased: ExternalRequest) -> None:
+        """Begin a request's lease again, after a report."""
         for call in (self._ran_out, self._expired):
             if (timer := leased.timers.pop(call, None)) is not None:
                 timer.cancel()
@@ -228,6 +229,7 @@ class Decisions:
         self._router.abandon(leased.attempt.placement)
 
     def _close(self, leased: ExternalRequest, outcome: str) -> None:
+        """End a decision: forget the request and its timers, and count the outcome in metrics."""
         del self._open[leased.id]
         self._bytes -= leased.size
         for timer in leased.timers.values():

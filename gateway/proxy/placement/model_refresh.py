@@ -36,6 +36,7 @@ class ModelRefresh:
         await asyncio.shield(self._next)
 
     async def _go_on(self) -> None:
+        """Refresh the model lists, for the requests that wait, until none waits; PAUSE_SECONDS apart."""
         while self._next is not None:
             told, self._next = self._next, None
             try:

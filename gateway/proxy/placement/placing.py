@@ -188,6 +188,7 @@ class Placing:
         acted: Acted | None,
         decided: tuple[Decision, ...] | None,
     ) -> None:
+        """Place a request by the decision of the shared ledger, or by the choice made here if `decided` is None."""
         now = monotonic()
         if plan is not None:
             plan = plan.among(decided)

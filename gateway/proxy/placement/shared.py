@@ -540,6 +540,7 @@ class SharedLedger:
         await self._ways.aclose()
 
     async def _keep(self) -> None:
+        """Join the shared ledger, then send a heartbeat every BEAT seconds; join again after a failure."""
         while not self._stopped:  # asked here, because waits in redis-py may swallow a cancellation on Python 3.11
             try:
                 async with asyncio.timeout(2 * PATIENCE):

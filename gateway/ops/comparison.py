@@ -156,7 +156,7 @@ class TokenizerComparison:
         The result is empty if no compared engine makes the gateway's tokens.
         """
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
-        other = {id for id, one in compared.items() if one.differs or one.differs_in_chats}
+        other = {id for id, one in compared.items() if one.differs or one.differs_in_chats or one.doubts.stands_alone}
         alike = {one.how for id, one in compared.items() if id not in other}
         in_use = reading.how if (reading := self._pipeline().reading) is not None else ""
         return other | {id for id, one in compared.items() if one.how != in_use} if in_use in alike else set()
@@ -166,22 +166,35 @@ class TokenizerComparison:
 
         `body`: the request's body, b"" if it is no longer in memory. `why`: the difference, in words.
         """
-        found = self._maker_of(engine, prompt)
-        if found is not None and found.doubts.miscounted(features_of(prompt, body), prompt, why):
+        if (found := self._maker_of(engine, prompt)) is None:
+            return
+        if (has := features_of(prompt, body)) is not None:
+            for one in self._others(found):
+                one.doubts.counted_elsewhere(has, False)
+        if found.doubts.miscounted(has, prompt, why):
             self._differ(found.pipeline)
             found.tell()
 
     def made_alike(self, engine: str, prompt: Prompt) -> None:
-        """Record that engine and gateway counted a prompt's tokens alike, for a kind of prompts that once differed."""
-        found, has = self._maker_of(engine, prompt), features_of(prompt, b"")
-        if found is not None and has is not None and found.doubts.counted_alike(has):
+        """Record that an engine counted a doubted prompt as the gateway did."""
+        if (found := self._maker_of(engine, prompt)) is None or (has := features_of(prompt, b"")) is None:
+            return
+        if found.doubts.counted_alike(has):
             self._differ(found.pipeline)
             found.tell()
+        others = self._others(found)
+        for one in others:
+            one.doubts.counted_elsewhere(has, True)
+        if any(one.doubts.stands_alone for one in others):
+            self._judged()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> ComparedEngine | None:
         """Return the engine's findings, or None if the prompt was tokenized in another way than is in use now."""
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
+
+    def _others(self, engine: ComparedEngine) -> list[ComparedEngine]:
+        return [one for one in self._engines.values() if one is not engine and one.pipeline is engine.pipeline]
 
     def forget(self, engine: str) -> None:
         """Drop the findings about an engine that is gone."""

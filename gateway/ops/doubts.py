@@ -11,8 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..prompt import Prompt
+from ..prompt.features import PLAIN
 
 ENOUGH = 32  # equal counts in a row
+# Equal counts by other engines in a row, after which the engine that counts otherwise is the odd one. They are fewer
+# than ENOUGH, since until then bodies of a held kind are inexact at every engine of the model.
+ELSEWHERE = 8
 MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown fields
 
 
@@ -23,7 +27,8 @@ class Kind:
     why: str  # how the token counts of its last miscounted body differed
     last: tuple[int, int, int]  # identifies that body: tokens, characters, last block hash
     held: bool = False  # whether bodies of this kind count as inexact
-    alike: int = 0  # equal token counts since that body
+    alike: int = 0  # equal counts since that body
+    elsewhere: int = 0  # equal counts by other engines since one of them miscounted such a body
 
 
 class Doubts:
@@ -69,11 +74,27 @@ class Doubts:
         self.kinds[plainer] = kind
 
     def counted_alike(self, body: frozenset[str]) -> bool:
-        """Record that engine and gateway counted a body's tokens alike; return whether a kind is trusted again.
-
-        `body`: the body's features.
-        """
-        for kind in (kind for known, kind in self.kinds.items() if known <= body):
+        """Record a body that the engine counted as the gateway did, and return whether a kind is trusted again."""
+        before = len(self.kinds)
+        for kind in self._covering(body):
             kind.alike += 1
-        before, self.kinds = self.kinds, {known: kind for known, kind in self.kinds.items() if kind.alike < ENOUGH}
-        return len(self.kinds) < len(before)
+        self.kinds = {known: kind for known, kind in self.kinds.items() if kind.alike < ENOUGH}
+        return len(self.kinds) < before
+
+    def counted_elsewhere(self, body: frozenset[str], is_alike: bool) -> None:
+        """Record how another engine of the model counted a body with these features."""
+        for kind in self._covering(body):
+            kind.elsewhere = kind.elsewhere + 1 if is_alike else 0
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the other engines make prompts of a plain kind as the gateway does, and this one does not.
+
+        A doubt about an unusual kind does not count: the engine keeps exact prompts of all other kinds.
+        """
+        return any(
+            kind.held and kind.elsewhere >= ELSEWHERE and len(known - PLAIN) <= 1 for known, kind in self.kinds.items()
+        )
+
+    def _covering(self, body: frozenset[str]) -> list[Kind]:
+        return [kind for known, kind in self.kinds.items() if known <= body]

@@ -16,7 +16,9 @@ from .forward import ANYWHERE
 from .prompt import COMPLETIONS, Prompt
 
 IDS, TEXT, TOOLS, EFFORT = "ids", "text", "tools=", "effort"
-_MOST, _LONGEST = 64, 60  # the most features of a body, and the most characters of a feature
+# Features that bodies of all clients have.
+PLAIN = frozenset({IDS, TEXT, "system", "developer", "user", "assistant", "tool"})
+_MOST, _LONGEST = 64, 60  # features of a body; characters of one
 _UNTOLD = ANYWHERE - {"add_special_tokens"} | {
     "input", "logprobs", "max_completion_tokens", "max_output_tokens", "messages", "metadata", "parallel_tool_calls",
     "previous_response_id", "prompt", "prompt_cache_key", "safety_identifier", "service_tier", "stop_sequences", "store",

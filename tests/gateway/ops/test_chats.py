@@ -1,15 +1,13 @@
 """Chats of which an engine tells the ids, compared with the gateway's when it is adopted."""
 
 import json
-from contextlib import asynccontextmanager
-from functools import partial
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gateway.ops.chats import EngineTokens, NotAsked, chats_differ, made_here
+from gateway.ops.chats import CHATS, EngineTokens, NotAsked, chats_differ, made_here
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.tokens.agreement import Differences
 from replicas.engines.vllm import VLLM
@@ -28,15 +26,6 @@ def tokens():
 @pytest.fixture(scope="module")
 def pipeline():
     return Pipeline(sim_model_dir(), "sim", 16)
-
-
-@asynccontextmanager
-async def asked_of(answer, model=None):
-    """The questions to an engine that answers so."""
-    app = web.Application()
-    app.router.add_post("/{path:.*}", answer)
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        yield EngineTokens(session, str(server.make_url("")).rstrip("/"), model)
 
 
 class Engine:
@@ -62,8 +51,17 @@ class Engine:
         return web.json_response({"choices": [{}], "usage": {"prompt_tokens": len(ids)}})
 
     async def differs(self, pipeline) -> str:
-        async with asked_of(self.handle, "sim") as engine:
-            return await chats_differ(engine, made_here(pipeline))
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                engine = EngineTokens(session, f"http://127.0.0.1:{runner.addresses[0][1]}", "sim")
+                return await chats_differ(engine, made_here(pipeline))
+        finally:
+            await runner.cleanup()
 
 
 @pytest.mark.parametrize("tokenizes", [True, False])
@@ -74,44 +72,35 @@ async def test_an_engine_that_fills_its_template_alike(tokens, pipeline, tokeniz
     assert ("/v1/chat/completions" in engine.asked) is not tokenizes
 
 
-def without_tools(tokens, body):
-    return tokens.chat({name: value for name, value in body.items() if name != "tools"})
+@pytest.mark.parametrize("tokenizes", [True, False])
+async def test_one_that_leaves_the_tools_out(tokens, pipeline, tokenizes):
+    def without_tools(body):
+        return tokens.chat({name: value for name, value in body.items() if name != "tools"})
+
+    assert '"tools"' in await Engine(without_tools, tokenizes).differs(pipeline)
 
 
-def of_the_same_number(tokens, body):
-    return [*tokens.chat(body)[:-1], 7]
+async def test_one_that_strips_texts_and_keeps_their_number_of_tokens(tokens, pipeline):
+    def other(body):
+        return [*tokens.chat(body)[:-1], 7]
+
+    assert "other tokens" in await Engine(other).differs(pipeline)
 
 
-def only_plain(tokens, body):
-    if body.keys() - {"model", "messages", "max_tokens"}:
-        raise RequestError("no tools here")
-    return tokens.chat(body)
+async def test_chats_that_the_engine_refuses_count_for_nothing(tokens, pipeline):
+    def only_plain(body):
+        if body.keys() - {"model", "messages", "max_tokens"}:
+            raise RequestError("no tools here")
+        return tokens.chat(body)
+
+    assert await Engine(only_plain).differs(pipeline) == ""
 
 
-def broken_by_tools(tokens, body):
-    if "tools" in body:
-        raise Busy(500)
-    return tokens.chat(body)
+async def test_one_that_refuses_all_of_them_is_not_trusted(pipeline):
+    def nothing(body):
+        raise RequestError("no chats here")
 
-
-def nothing(tokens, body):
-    raise RequestError("no chats here")
-
-
-@pytest.mark.parametrize(
-    "made, tokenizes, said",
-    [
-        (without_tools, True, '"tools"'),
-        (without_tools, False, '"tools"'),
-        (of_the_same_number, True, "other tokens"),
-        (only_plain, True, ""),  # chats that it refuses count for nothing, nor do those that break it
-        (broken_by_tools, True, ""),
-        (nothing, True, "nothing shows"),
-    ],
-)
-async def test_an_engine_that_makes_other_tokens_or_refuses(tokens, pipeline, made, tokenizes, said):
-    differs = await Engine(partial(made, tokens), tokenizes).differs(pipeline)
-    assert said in differs and bool(differs) == bool(said)
+    assert "nothing shows" in await Engine(nothing).differs(pipeline)
 
 
 class Busy(Exception):
@@ -126,6 +115,15 @@ async def test_one_that_cannot_look_at_them_now_has_shown_nothing(pipeline, stat
 
     with pytest.raises(NotAsked, match="--engine-api-key" if status == 401 else str(status)):
         await Engine(busy, tokenizes).differs(pipeline)
+
+
+async def test_a_chat_that_breaks_the_engine_counts_for_nothing_beside_others(tokens, pipeline):
+    def no_tools(body):
+        if "tools" in body:
+            raise Busy(500)
+        return tokens.chat(body)
+
+    assert await Engine(no_tools).differs(pipeline) == ""
 
 
 @pytest.mark.parametrize("unread", ["reasoning", "reasoning_content"])
@@ -150,12 +148,18 @@ async def test_chats_of_gpt_oss_are_asked_for_where_the_engine_writes_them_as_it
     assert await engine.differs(pipeline) == "" and set(engine.asked) == {path}
 
 
+def test_chats_are_of_all_kinds():
+    assert any("tools" in one for one in CHATS) and any(len(one["messages"]) > 2 for one in CHATS)
+
+
 @pytest.mark.parametrize("body, final", [("<html>starting</html>", False), ('{"tokens": "none"}', True)])
 async def test_a_page_of_something_before_the_engine_is_no_last_word(body, final):
     async def tokenize(request):
         return web.Response(text=body)
 
-    async with asked_of(tokenize) as engine:
+    app = web.Application()
+    app.router.add_post("/tokenize", tokenize)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
         with pytest.raises(NotAsked) as asked:
-            await engine.of_texts(["hi"])
+            await EngineTokens(session, str(server.make_url("")).rstrip("/"), None).of_texts(["hi"])
     assert asked.value.final is final

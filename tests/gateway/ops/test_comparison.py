@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from gateway.errors import ApiError
 from gateway.ops import comparison as asking
 from gateway.ops.chats import CHATS
 from gateway.ops.comparison import TokenizerComparison
-from gateway.ops.doubts import ENOUGH
+from gateway.ops.doubts import ELSEWHERE, ENOUGH
 from gateway.ops.view import _seen
 from gateway.prompt.pipeline import Pipeline
 from replicas import Replica
@@ -29,7 +28,6 @@ from ..prompt.read_once import tokenizers_read_once
 from ..running import running
 from ..sglang_engine import SglangTokens
 
-UNKNOWN = "not compared yet"
 LONG = "All the world's a stage, and all the men and women merely players. " * 80
 
 
@@ -57,16 +55,9 @@ async def answered(gateway, text: str) -> dict:
 
 
 async def prompts(gateway) -> dict[str, float]:
-    """How many there were of each mode that there was."""
-    modes = ("exact", "engine", "text", "load")
-    counts = {mode: await gateway.counted("hitherto_prompts_total", mode=mode) for mode in modes}
-    return {mode: count for mode, count in counts.items() if count}
-
-
-async def tokenizer_of(gateway) -> str:
-    """What is said of the only engine's tokenizer once it was compared."""
-    status = await gateway.until(lambda status: any(one["tokenizer"] != UNKNOWN for one in status["replicas"]))
-    return status["replicas"][0]["tokenizer"]
+    return {
+        mode: await gateway.counted("hitherto_prompts_total", mode=mode) for mode in ("exact", "engine", "text", "load")
+    }
 
 
 @pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
@@ -75,36 +66,47 @@ async def test_an_engine_that_reads_the_files_in_another_way_is_followed(start_e
     folder = model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"})
     engine = start_engine("--model", folder, "--served-model-name", "sim").wait()
     async with running("--model", folder, "--replica-url", engine.url, *workers) as gateway:
-        assert (await tokenizer_of(gateway)).startswith("the gateway's, tokenizer.json as it is")
+        status = await gateway.until(
+            lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"])
+        )
+        assert status["replicas"][0]["tokenizer"].startswith("the gateway's, tokenizer.json as it is")
         for _ in range(200):  # workers are told a moment later
             reply = await answered(gateway, LONG)
             if (await prompts(gateway)).get("exact", 0) >= 2:
                 break
-        cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert int(reply.headers["x-hitherto-cached-tokens"]) == cached > 500
+        assert (
+            int(reply.headers["x-hitherto-cached-tokens"])
+            == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            > 500
+        )
 
 
 async def test_a_model_whose_engine_has_another_tokenizer_is_not_called_exact(start_engine, tmp_path):
     ours = model(tmp_path / "ours", {})
     added = json.loads((tmp_path / "ours" / "tokenizer.json").read_text())["added_tokens"]
-    one = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False) | {"content": "\u4e16"}
-    one["id"] = max(token["id"] for token in added) + 1
-    theirs = model(tmp_path / "theirs", {}, added_tokens=[*added, one])
+    one = {
+        "content": "\u4e16",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
+    theirs = model(
+        tmp_path / "theirs", {}, added_tokens=[*added, {"id": max(token["id"] for token in added) + 1, **one}]
+    )
     engine = start_engine("--model", theirs, "--served-model-name", "sim").wait()
     async with running("--model", ours, "--replica-url", engine.url) as gateway:
-        assert (await tokenizer_of(gateway)).startswith("differs: the engine makes other tokens: ")
+        status = await gateway.until(
+            lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"])
+        )
+        assert status["replicas"][0]["tokenizer"].startswith("differs: the engine makes other tokens: ")
+        assert any("tokenizer is not the gateway's" in problem for problem in status["replicas"][0]["problems"])
         for _ in range(3):
             await answered(gateway, LONG)  # the engine makes the same tokens of this one, but who knows
-        assert await prompts(gateway) == {"text": 3.0}
-        (replica,) = (await gateway.status())["replicas"]
-        assert any("tokenizer is not the gateway's" in problem for problem in replica["problems"])
-        assert replica["takes_ids"] == "not tried yet"
+        assert {mode: count for mode, count in (await prompts(gateway)).items() if count} == {"text": 3.0}
+        assert (await gateway.status())["replicas"][0]["takes_ids"] == "not tried yet"
         assert re.search(rb"has another tokenizer than the gateway: .* is \[\d+", b"".join(gateway.log))
-
-
-def plain() -> Pipeline:
-    """A pipeline of the simulated engine's model."""
-    return Pipeline(sim_model_dir(), "sim", 16)
 
 
 def template(folder: str, change) -> str:
@@ -158,16 +160,20 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def alike(compared):
-    """A pipeline, its comparison, and a replica whose engine was found to be alike."""
+async def two_engines(compared):
+    """A pipeline, its comparison, and two replicas whose engines were found to be alike."""
     pipeline = Pipeline(sim_model_dir(), "sim", 16, max_model_len=2000)
     comparison = compared(pipeline)
-    async with Engine(pipeline) as engine:
-        yield pipeline, comparison, await adopted(comparison, engine)
+    async with Engine(pipeline) as one, Engine(pipeline) as other:
+        replicas = one.replica(), other.replica()
+        for replica in replicas:
+            comparison.compare(replica)
+        await all_done(comparison)
+        yield pipeline, comparison, replicas
 
 
-async def test_one_odd_answer_leaves_all_bodies_exact_but_refuses_none_for_its_count(alike):
-    pipeline, comparison, replica = alike
+async def test_one_odd_answer_leaves_all_bodies_exact_but_refuses_none_for_its_count(two_engines):
+    pipeline, comparison, (replica, _) = two_engines
     odd = pipeline.prepare(CHAT, PLAIN)
     for _ in range(3):  # a client that asks again is no further evidence
         comparison.made_otherwise(replica.engine, odd, PLAIN, "it counted 7")
@@ -182,8 +188,8 @@ async def test_one_odd_answer_leaves_all_bodies_exact_but_refuses_none_for_its_c
         pipeline.prepare(CHAT, longer(PLAIN, 3000))
 
 
-async def test_a_kind_is_exact_again_after_equal_counts_in_a_row(alike):
-    pipeline, comparison, replica = alike
+async def test_a_kind_is_exact_again_after_equal_counts_in_a_row(two_engines):
+    pipeline, comparison, (replica, _) = two_engines
     for words in range(2):
         body = longer(PLAIN, words)
         comparison.made_otherwise(replica.engine, pipeline.prepare(CHAT, body), body, f"it counted {words}")
@@ -199,23 +205,41 @@ async def test_a_kind_is_exact_again_after_equal_counts_in_a_row(alike):
     assert not pipeline.prepare(CHAT, TOOLS).doubted
 
 
-async def test_a_kind_of_body_is_known_though_its_body_is_forgotten(alike):
-    pipeline, comparison, replica = alike
+@pytest.mark.parametrize("body, alone", [(PLAIN, True), (NAMED, False)], ids=["plain", "unusual"])
+async def test_an_engine_that_alone_makes_plain_bodies_otherwise_is_set_apart(two_engines, body, alone):
+    """For the sake of an unusual kind it keeps its exact prompts of all others."""
+    pipeline, comparison, (odd, good) = two_engines
+    for words in range(2):
+        given = longer(body, words)
+        comparison.made_otherwise(odd.engine, pipeline.prepare(CHAT, given), given, "it counted 7")
+    for _ in range(ELSEWHERE):
+        assert not comparison.set_apart()
+        comparison.made_alike(good.engine, pipeline.prepare(CHAT, body))
+    assert comparison.set_apart() == ({odd.engine} if alone else set())
+
+
+async def test_a_kind_of_body_is_known_though_its_body_is_forgotten(compared):
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    comparison = compared(pipeline)
 
     def prepared(body: bytes):
-        return pipeline.prepare(CHAT, body)
+        return pipeline.prepare("/v1/chat/completions", body)
 
-    for body, fewest in ((NAMED, 3), (TOOLS, 2)):  # of messages that are not plain nothing is kept at first
-        seen = 0
-        while seen < 4 and prepared(body).mode == "exact":
-            comparison.made_otherwise(replica.engine, prepared(longer(body, seen)), b"", "it counted 7")
-            seen += 1
-        assert seen == fewest and "it counted 7" in prepared(body).note
-    assert prepared(PLAIN).mode == "exact" and "it counted 7" in replica.tokenizer
-    replica.incarnation = "2"  # another process may make them as the gateway does
-    comparison.compare(replica)
-    await all_done(comparison)
-    assert {prepared(body).mode for body in (NAMED, PLAIN, TOOLS)} == {"exact"}
+    async with Engine(pipeline) as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        for body, fewest in ((NAMED, 3), (TOOLS, 2)):  # of messages that are not plain nothing is kept at first
+            seen = 0
+            while seen < 4 and prepared(body).mode == "exact":
+                comparison.made_otherwise(replica.engine, prepared(longer(body, seen)), b"", "it counted 7")
+                seen += 1
+            assert seen == fewest and "it counted 7" in prepared(body).note
+        assert prepared(PLAIN).mode == "exact" and "it counted 7" in replica.tokenizer
+        replica.incarnation = "2"  # another process may make them as the gateway does
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert {prepared(body).mode for body in (NAMED, PLAIN, TOOLS)} == {"exact"}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +267,9 @@ async def test_flags_for_efforts_are_found_by_asking_for_chats_with_one(compared
             return web.json_response({"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}})
 
     async with Flagged(theirs) as engine:
-        await adopted(comparison, engine)
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
         plain = json.loads(PLAIN)
         bodies = {
             "/v1/chat/completions": {**plain, "reasoning_effort": "low"},
@@ -264,7 +290,7 @@ async def test_a_model_without_tokenizer_json_is_matched_as_text(start_engine, t
         await gateway.ready(1)
         assert re.search(rb"has no tokenizer.json.*matched as text", b"".join(gateway.log))
         await answered(gateway, LONG)
-        assert await prompts(gateway) == {"text": 1.0}
+        assert {mode: count for mode, count in (await prompts(gateway)).items() if count} == {"text": 1.0}
 
 
 class Engine:
@@ -278,13 +304,15 @@ class Engine:
         app = web.Application()
         for path in ("/tokenize", "/v1/chat/completions", "/v1/messages/count_tokens"):
             app.router.add_post(path, self.tokenize)
-        self.server = TestServer(app)
-        await self.server.start_server()
-        self.port = self.server.port
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *error) -> None:
-        await self.server.close()
+        await self.runner.cleanup()
 
     async def tokenize(self, request: web.Request) -> web.Response:
         said = await request.json()
@@ -296,10 +324,12 @@ class Engine:
         ids = self.pipeline.tokenizer.encode(said["prompt"], said["add_special_tokens"])
         return web.json_response({"tokens": memoryview(ids).cast("I").tolist()})
 
-    def replica(self, incarnation: str = "1", rank: int | None = None, host: str = "127.0.0.1") -> Replica:
+    def replica(
+        self, incarnation: str = "1", rank: int | None = None, host: str = "127.0.0.1", **models: str
+    ) -> Replica:
         id = f"{host}:{self.port}" + (f"-dp{rank}" if rank is not None else "")
         found = Replica(id, f"http://{host}:{self.port}", host, self.port, rank=rank, address="127.0.0.1")
-        found.incarnation, found.models = incarnation, {"sim": None}
+        found.incarnation, found.models = incarnation, {"sim": None, **models}
         return found
 
 
@@ -309,8 +339,9 @@ def chat_mode(pipeline: Pipeline, model: str = "sim") -> str:
 
 
 def mode(pipeline: Pipeline, model: str) -> str:
-    body = json.dumps({"model": model, "prompt": LONG}).encode()
-    return pipeline.prepare("/v1/completions", body, None, {"adapter"}).mode
+    return pipeline.prepare(
+        "/v1/completions", json.dumps({"model": model, "prompt": LONG}).encode(), None, {"adapter"}
+    ).mode
 
 
 @pytest.fixture
@@ -332,14 +363,6 @@ async def all_done(comparison: TokenizerComparison) -> None:
         await asyncio.wait(comparison._running, timeout=10)
 
 
-async def adopted(comparison: TokenizerComparison, engine: "Engine", *given, **more) -> Replica:
-    """A replica of this engine, once it was compared."""
-    replica = engine.replica(*given, **more)
-    comparison.compare(replica)
-    await all_done(comparison)
-    return replica
-
-
 async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, compared, monkeypatch):
     folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
     ours, theirs = Pipeline(folder, "sim", 16), Pipeline(folder, "sim", 16)
@@ -351,17 +374,21 @@ async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, 
     monkeypatch.setattr(Pipeline, "_enter", lambda self, loaded: (read.append(loaded.reading.how), enter(self, loaded)))
     async with Engine(theirs) as engine:
         for incarnation in ("1", "2", "3"):
-            replica = await adopted(comparison, engine, incarnation)
+            replica = engine.replica(incarnation)
+            comparison.compare(replica)
+            await all_done(comparison)
             assert ours.reading.how == theirs.reading.how and ours.inexact("sim") == ""
             assert replica.tokenizer == "the gateway's, rebuilt as LlamaTokenizer; fills its chat template alike"
     assert read == ["rebuilt as LlamaTokenizer"], "it is read once, and no other way in between"
 
 
 async def test_an_adapter_loaded_later_is_no_more_exact_than_its_engine(compared):
-    pipeline = plain()
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
     comparison = compared(pipeline)
     async with Engine(None) as engine:
-        replica = await adopted(comparison, engine)
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
         replica.models["adapter"] = "sim"
         comparison.compare(replica)
         await all_done(comparison)
@@ -372,15 +399,17 @@ async def test_an_adapter_loaded_later_is_no_more_exact_than_its_engine(compared
 
 
 async def test_the_engine_is_asked_at_the_address_where_it_was_found(compared):
-    comparison = compared(plain())
-    async with Engine(plain()) as engine:
-        replica = await adopted(comparison, engine, host="engine.invalid")
+    comparison = compared(Pipeline(sim_model_dir(), "sim", 16))
+    async with Engine(Pipeline(sim_model_dir(), "sim", 16)) as engine:
+        replica = engine.replica(host="engine.invalid")
+        comparison.compare(replica)
+        await all_done(comparison)
         assert replica.tokenizer.startswith("the gateway's") and engine.hosts[0] == f"engine.invalid:{engine.port}"
 
 
 async def test_what_was_found_of_an_engine_is_told_of_all_its_ranks(compared):
-    comparison = compared(plain())
-    async with Engine(plain()) as engine:
+    comparison = compared(Pipeline(sim_model_dir(), "sim", 16))
+    async with Engine(Pipeline(sim_model_dir(), "sim", 16)) as engine:
         ranks = [engine.replica(rank=rank) for rank in (0, 1)]
         for rank in ranks:
             comparison.compare(rank)
@@ -393,7 +422,7 @@ async def test_what_was_found_of_an_engine_is_told_of_all_its_ranks(compared):
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "differs"])
 async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_engine_answers(alike):
     """Its files were changed: what the engine said of the old ones would pass for the new ones, not loaded yet."""
-    in_use = [plain()]
+    in_use = [Pipeline(sim_model_dir(), "sim", 16)]
     comparison = TokenizerComparison(lambda: in_use[-1])
     async with Engine(in_use[0] if alike else None) as engine:
         replica = engine.replica()
@@ -407,7 +436,7 @@ async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_en
 @pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chats"])
 async def test_no_prompt_is_exact_once_it_is_told_that_the_engine_differs(compared, monkeypatch, chats):
     """However long it takes until the tokenizer is read as the engines do."""
-    pipeline, gate = sglang_pipeline() if chats else plain(), asyncio.Event()
+    pipeline, gate = sglang_pipeline() if chats else Pipeline(sim_model_dir(), "sim", 16), asyncio.Event()
     comparison, told = compared(pipeline), asyncio.Event()
     adopt, tell = comparison._adopt, Replica.__setattr__
 
@@ -434,7 +463,7 @@ async def test_no_prompt_is_exact_once_it_is_told_that_the_engine_differs(compar
 
 
 def sglang_pipeline() -> Pipeline:
-    pipeline = plain()
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
     pipeline.follow(SGLANG.version_quirks(None))
     return pipeline
 
@@ -447,7 +476,7 @@ class ChatEngine(Engine):
     template in another way if it is `other`."""
 
     def __init__(self, busy: int = 0, other: bool = False):
-        super().__init__(plain())
+        super().__init__(Pipeline(sim_model_dir(), "sim", 16))
         self.busy, self.other, self.chats = busy, other, 0
         self.asked_often = asyncio.Event()
 
@@ -470,11 +499,21 @@ class ChatEngine(Engine):
         return found
 
 
+async def test_chats_are_asked_for_with_the_engines_key(compared):
+    pipeline = sglang_pipeline()
+    comparison = compared(pipeline)
+    async with ChatEngine() as engine:
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert replica.tokenizer.endswith("fills its chat template alike") and chat_mode(pipeline) == "exact"
+
+
 @pytest.mark.parametrize("dialect, found", [(SGLANG, "text"), (VLLM, "exact")])
 async def test_an_engine_that_is_not_known_to_fill_templates_alike_is_exact_only_if_it_tells_its_tokens(
     compared, caplog, dialect, found
 ):
-    pipeline = plain()
+    pipeline = Pipeline(sim_model_dir(), "sim", 16)
     pipeline.follow(dialect.version_quirks("0.32.0"))
     comparison = compared(pipeline)
     async with Engine(pipeline) as engine:
@@ -488,7 +527,6 @@ async def test_an_engine_that_is_not_known_to_fill_templates_alike_is_exact_only
 
 
 async def test_an_engine_that_is_busy_when_it_comes_is_asked_again_until_it_answers(compared, monkeypatch):
-    """And with its key, without which it answers nothing."""
     monkeypatch.setattr(asking, "PAUSES", (0.01, 0.01))
     pipeline = sglang_pipeline()
     comparison = compared(pipeline)
@@ -516,18 +554,30 @@ async def test_a_busy_engine_leaves_a_model_exact_whose_chats_another_has_shown(
     pipeline = sglang_pipeline()
     comparison = compared(pipeline)
     async with ChatEngine() as well, ChatEngine(503) as busy:
-        await adopted(comparison, well)
+        comparison.compare(well.replica())
+        await all_done(comparison)
         comparison.compare(busy.replica())
         await asyncio.wait_for(busy.asked_often.wait(), 20)
         assert chat_mode(pipeline) == "exact"
 
 
-class MistralEngine(Engine):
+class MistralEngine(ChatEngine):
     """One whose mistral-common writes Mistral's own format by the rules of version `tekken`."""
 
     def __init__(self, folder: Path, tekken: int):
-        super().__init__(Pipeline(FAMILIES[f"Mistral (tekken v{tekken})"](folder), "sim", 16))
+        super().__init__()
+        self.pipeline = Pipeline(FAMILIES[f"Mistral (tekken v{tekken})"](folder), "sim", 16)
         self.pipeline.adopt(self.pipeline.likeliest(), True)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        said = await request.json()
+        if "messages" not in said:
+            return await Engine.tokenize(self, request)
+        self.chats += 1
+        return web.json_response({"tokens": self.pipeline.made("/v1/chat/completions", json.dumps(said).encode())})
+
+    def replica(self, *given, **more) -> Replica:
+        return Engine.replica(self, *given, **more)
 
 
 @pytest.mark.parametrize("theirs, found", [(13, "exact"), (11, "text")])
@@ -536,9 +586,11 @@ async def test_rules_that_follow_a_librarys_version_are_shown_by_chats(theirs, f
     pipeline = Pipeline(FAMILIES["Mistral (tekken v13)"](tmp_path / "ours"), "sim", 16)
     comparison = compared(pipeline)
     async with MistralEngine(tmp_path / "theirs", theirs) as engine:
+        replica = engine.replica()
         assert pipeline.must_be_shown and chat_mode(pipeline) == "text"
-        replica = await adopted(comparison, engine)
-        assert chat_mode(pipeline) == found
+        comparison.compare(replica)
+        await all_done(comparison)
+        assert engine.chats and chat_mode(pipeline) == found
         assert ("of a chat it makes other tokens" in replica.tokenizer) == (found == "text")
 
 
@@ -683,6 +735,8 @@ async def test_an_engine_that_prints_a_day_of_its_own_is_matched_as_text(dated):
     """vLLM takes one from VLLM_SYSTEM_START_DATE."""
     folder, pipeline, comparison, now = dated
     async with DatedEngine(folder, 0, [0.0]) as engine:
-        replica = await adopted(comparison, engine)
+        replica = engine.replica()
+        comparison.compare(replica)
+        await all_done(comparison)
         assert replica.tokenizer.startswith("differs: of a chat it makes other tokens")
         assert ids_of(pipeline) == "text"

@@ -162,8 +162,12 @@ async def test_a_gateway_that_sent_nothing_finds_engines_full_that_another_fille
             ]
             for one in (busy, idle) if shared else ():
                 await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
-            asked = [asyncio.create_task(ask(busy, words=800, tokens=600)) for _ in range(2)]
+            asked = []
             try:
+                for count in (1, 2):  # one after the other: by a late answer of Redis both might go to one engine
+                    asked.append(asyncio.create_task(ask(busy, words=800, tokens=600)))
+                    while await decisions(busy) != {"admitted": count}:
+                        await asyncio.sleep(0.05)
                 for one in (busy, idle) if shared else (busy,):
                     while not await are_full(one):  # by a heartbeat and the engines' next metrics
                         await asyncio.sleep(0.05)

@@ -42,7 +42,10 @@ class LegChoice(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """The input of a rule for two legs; what each candidate holds of the prompt has been set on it."""
+    """A group of replicas that can compute a prompt (prefill) and write its answer (decode) apart.
+
+    How many tokens of the prompt each candidate has cached has been set on it.
+    """
 
     demand: Demand
     whole: Candidate  # the replica to which the whole request would go
@@ -178,10 +181,10 @@ def _written(
 
 
 def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
-    """Return those inputs (`ways`) that contain the decoder which the policy prefers among the decoders of all.
+    """Return the groups of replicas (`ways`) that have the decode replica which the policy prefers among all groups'.
 
-    For a policy that does not count in seconds. It has no price by which to choose between the inputs, so that
-    otherwise the first one would always be taken.
+    It is used for policies that do not predict seconds: they have no cost by which to choose between two groups, and
+    would always take the first one.
     """
     if len(ways) < 2:
         return [*ways]

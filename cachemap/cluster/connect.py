@@ -413,9 +413,10 @@ class RedisConnection:
             raise
 
     def _is_doubtful(self, connection: AbstractConnection) -> bool:
-        """Return whether the server may have closed this connection, or may no longer have the key.
+        """Return whether this connection may lead nowhere although Redis can be reached.
 
-        The next commands would be lost on such a connection, although Redis can be reached.
+        The server may have closed it, or another connection has failed since this one was opened: in a Cluster the keys
+        of this connection may then be at another server.
         """
         reader = connection._reader
         closed = reader is not None and (reader.at_eof() or reader.exception() is not None)

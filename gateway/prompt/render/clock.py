@@ -59,15 +59,12 @@ def seconds_to_next_look(now: float) -> float:
 
 
 def another_time(moment: datetime, hours: int) -> datetime:
-    """Return another time of the same day: the hour moved on by `hours`, the minute and second by multiples of it.
-
-    The microsecond is moved on by 1.
-    """
+    """Return another time of the same day: the hour moved on by `hours`, all that is smaller by multiples of it."""
     return moment.replace(
         hour=(moment.hour + hours) % 24,
         minute=(moment.minute + 7 * hours) % 60,
         second=(moment.second + 11 * hours) % 60,
-        microsecond=(moment.microsecond + 1) % 1_000_000,
+        microsecond=(moment.microsecond + 1 + hours) % 1_000_000,
     )
 
 

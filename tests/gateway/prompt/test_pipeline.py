@@ -280,8 +280,10 @@ TELLS_TIME = """{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}{%
 {% endif %}<｜Assistant｜>"""
 
 
-def test_a_template_that_prints_the_time_is_exact_up_to_it(tmp_path):
-    pipeline = Pipeline(write_model(tmp_path, TELLS_TIME), "m", 16)
+@pytest.mark.parametrize("pattern", ["%H:%M:%S", "%H", "%M", "%S", "%f"])
+def test_a_template_that_prints_the_time_is_exact_up_to_it(tmp_path, pattern):
+    tells_time = TELLS_TIME.replace("%H:%M:%S", pattern)
+    pipeline = Pipeline(write_model(tmp_path, tells_time), "m", 16)
     talk = [{"role": "user", "content": "word " * 100}, {"role": "user", "content": "more " * 100}]
     plain = ask(pipeline, messages=talk)
     assert plain.mode == "exact"
@@ -289,7 +291,7 @@ def test_a_template_that_prints_the_time_is_exact_up_to_it(tmp_path):
     assert timed.mode == "partly" and "time of the day" in timed.note and timed.tokens > 200
     assert len(timed.hashes) == timed.hashes.known >= len(plain.hashes) - 1 > 10
     assert list(timed.hashes) == list(plain.hashes[: len(timed.hashes)])
-    first = write_model(tmp_path / "first", "{{ strftime_now('%H:%M:%S') }}" + TELLS_TIME)
+    first = write_model(tmp_path / "first", "{{ strftime_now('%H:%M:%S') }}" + tells_time)
     prompt = ask(Pipeline(first, "m", 16), messages=talk)
     assert (prompt.mode, list(prompt.hashes)) == ("partly", []) and prompt.tokens > 200
     assert template_report(pipeline).prints_time and not template_report(pipeline).refused

@@ -152,7 +152,7 @@ class Replica:
 
     @property
     def meeting(self) -> Meeting | None:
-        """Where another engine fetches a KV cache from this one while this one computes it; None: nowhere."""
+        """The address at which another engine fetches a KV cache while this engine computes it, or None."""
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer):
             return None

@@ -16,7 +16,7 @@ Stamp = tuple[float, int]  # when the prediction expires; the number of the last
 
 
 class _Generation(Tree):
-    """The predicted blocks of prompts routed within one period of some seconds, which are all discarded together."""
+    """The blocks predicted for prompts that were routed within the same few seconds, and are discarded together."""
 
     __slots__ = ("_dropped", "_told", "_told_blocks", "ends")
 

@@ -189,7 +189,7 @@ class TokenizerComparison:
             self._judged()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> ComparedEngine | None:
-        """Return the engine's findings, or None if the prompt was tokenized in another way than is in use now."""
+        """Return what was found about an engine, or None if the prompt was tokenized by other rules than today's."""
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
 

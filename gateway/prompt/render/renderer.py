@@ -113,7 +113,7 @@ class Renderer:
         return self.cut_tokens(seed, text, lead)
 
     def text(self, chat: Chat, media: MediaPlacing | None = None) -> str:
-        """Return the rendered text of a conversation, using the template itself and no plan.
+        """Return the text of a conversation as the Jinja template renders it, without a compiled plan (the shortcut).
 
         `media`: decides what replaces content parts that are not text; if it is None, such a part raises Multimodal.
         Raises ApiError, Unroutable, TemplateError, or TakesLong on the event loop.

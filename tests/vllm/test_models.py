@@ -58,7 +58,7 @@ async def workers(engine, other, redis_url):
     limits = httpx.Limits(max_keepalive_connections=0)
     async with gateway(engine.replica_url, other.wait().replica_url, **settings) as process:
         kept = process.client
-        async with httpx.AsyncClient(base_url=process.url, timeout=30, limits=limits) as process.client:
+        async with httpx.AsyncClient(base_url=process.url, timeout=180, limits=limits) as process.client:
             await process.until(compared, 60)
             yield process
         process.client = kept

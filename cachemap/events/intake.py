@@ -111,6 +111,7 @@ class EventIntake:
         self._forgotten = 0  # how often all blocks were forgotten; a change stops the batches that are being applied
         self.applying = False  # a batch is partly applied
         self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many were left, and when
+        self._exhausted = False  # the replica is unobserved only because no recovery was left
         self._void: dict[str | None, int] = {}  # by adapter name, the last batch in which it stood for another adapter
 
         self.state = "connecting"
@@ -197,6 +198,8 @@ class EventIntake:
                             await self._catch_up(self.last_seq)
                         else:
                             self._ask(inbox)
+                    if self._exhausted and self._linked and self._recoveries_left() >= 1:
+                        self._follow_again("another recovery is allowed")
                     while messages := inbox.take():
                         await self._take(messages)
                         await asyncio.sleep(0)
@@ -301,10 +304,7 @@ class EventIntake:
             and not self._events.fault
             and any(isinstance(event, Stored) for _, batch in batches for event in batch.events)
         ):
-            self._recoveries -= 1
-            self._map.observed(self._slot, True)  # follow its events again, starting with a replay
-            self.resync()
-            self._change("live", "events come again")
+            self._follow_again("events come again")
         run: list[Numbered] = []
         for number, batch in batches:
             last = (run[-1][0], run[-1][1].timestamp) if run else self.position
@@ -322,6 +322,13 @@ class EventIntake:
             self.lag_seconds = max(0.0, time() - run[-1][1].timestamp)
             if self.state in ("connecting", "gap"):
                 self._change("live", "events come")
+
+    def _follow_again(self, reason: str) -> None:
+        """Make the map follow the replica's events after it was unobserved, starting with a replay."""
+        self._recoveries, self._exhausted = self._recoveries - 1, False
+        self._map.observed(self._slot, True)
+        self.resync()
+        self._change("live", reason)
 
     async def _numbered(self, messages: list[list[bytes]]) -> list[Numbered]:
         """Return the event batches in these messages, each with its number.
@@ -363,6 +370,7 @@ class EventIntake:
             self._void.clear()
         if self._recoveries_left() < 1:
             self._unobserve("its events had gaps or started again more often than can be followed")
+            self._exhausted = True
             return False
         self._recoveries -= 1
         if order is Order.GAP and self.last_seq is not None:
@@ -534,7 +542,7 @@ class EventIntake:
             seen, wanted = self._foreign_topic.decode("utf-8", "replace"), self._topic.decode()
             reason += f"; events come under topic {seen!r}, expected {wanted!r}"
         reason = "; ".join([reason, *self.problems])
-        self._silent_requests = 0
+        self._silent_requests, self._exhausted = 0, False
         self._map.observed(self._slot, False)
         self._change("unobserved", reason)
 

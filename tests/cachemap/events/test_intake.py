@@ -164,6 +164,20 @@ async def test_an_engine_that_starts_again_all_the_time_is_followed_now_and_then
             assert intake.state == "live"
 
 
+async def test_an_engine_that_lost_too_many_batches_is_followed_again_though_it_falls_silent():
+    """Its blocks stayed unknown until it stored a new one, which an engine that nobody asks never does."""
+    async with publishing() as publisher, following(publisher) as (table, intake, _):
+        with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e9):
+            while intake.state != "unobserved":
+                await publisher.publish(blocks(0, 2), lose=True)
+                await publisher.publish(blocks(2, 4))
+                await until(lambda: intake.state == "unobserved" or intake.last_seq == publisher.next - 1)
+            assert held(table) == 0 and "more often" in intake.reason
+        with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e-9):
+            await until(lambda: held(table) == 4)
+        assert intake.state == "live"
+
+
 async def test_late_and_repeated_batches_change_nothing():
     async with publishing() as publisher, following(publisher) as (table, intake, _):
         await publisher.publish(blocks(0, 4))

@@ -10,13 +10,13 @@ import logging
 import math
 import secrets
 from collections.abc import Coroutine
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from cachemap.background import Background, Failures
 from cachemap.cluster.codec import PIECE, Damaged, Delta, decode_entry
-from cachemap.cluster.connect import FAILURES, RedisClients, RedisUrl, Script, Trouble, entries_of, strange
+from cachemap.cluster.connect import FAILURES, NONSENSE, RedisClients, RedisUrl, Script, Trouble, strange
+from cachemap.cluster.journal import LONGEST_DELTA
 from cachemap.cluster.keys import Keys
 
 log = logging.getLogger("hitherto.share")
@@ -25,14 +25,15 @@ PART = "shared map: one replica's part"  # a kind of background work, under whic
 # The tasks of a gateway in Redis, each named by the message that it fails (`Link.in_trouble`).
 LEASES, READS = "leases cannot be looked at", "deltas cannot be read"
 WRITES = "deltas and snapshots cannot be written"
-MOST_PIECES, MOST_DELTAS = 32, 500  # pieces of a snapshot, and deltas, that one command reads
+# The bytes and members of a list or stream after which one script stops reading.
+MOST_READ_BYTES, MOST_READ = 1 << 20, 500
 
 
 def script(name: str) -> Script:
     return Script(Path(__file__).with_name(f"{name}.lua").read_text())
 
 
-LEAVE = script("leave")
+LEAVE, READ = script("leave"), script("read")
 
 
 class Link:
@@ -192,30 +193,46 @@ class Link:
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
         """Return the pieces of a replica's snapshot in Redis, [] if there is none. Raises Damaged for a short piece."""
-        client = await self.clients.to(keys.snapshot)
         pieces: list[bytes] = []
-        while True:
-            found = await client.execute_command("LRANGE", keys.snapshot, len(pieces), len(pieces) + MOST_PIECES - 1)
-            if not isinstance(found, list) or not all(type(piece) is bytes for piece in found):
-                raise strange("LRANGE")
+        more = True
+        while more:
+            more, found = await self._read(keys.snapshot, "list", len(pieces), PIECE)
             pieces += found
-            if len(found) < MOST_PIECES:
-                return pieces
-            if any(len(piece) < PIECE for piece in pieces[1:-1]):
+            if more and any(len(piece) < PIECE for piece in pieces[1:]):
                 raise Damaged("a piece of it is shorter than gateways write")
+        return pieces
 
     async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
         """Return a replica's deltas in Redis after number `after`, each with its number.
 
         Raises Damaged for a malformed delta.
         """
-        client = await self.clients.to(keys.deltas)
         deltas: list[tuple[int, Delta]] = []
-        begin = f"{after + 1}-0"
-        while True:
-            reply = await client.execute_command("XRANGE", keys.deltas, begin, "+", "COUNT", MOST_DELTAS)
-            found = entries_of("XRANGE", reply)
-            deltas += starmap(decode_entry, found)
-            if len(found) < MOST_DELTAS:
-                return deltas
-            begin = f"({found[-1][0].decode()}"
+        more, begin = True, f"{after + 1}-0"
+        while more:
+            more, found = await self._read(keys.deltas, "stream", begin, LONGEST_DELTA)
+            deltas += [decode_entry(id, dict(zip(fields[::2], fields[1::2], strict=True))) for id, fields in found]
+            begin = f"({found[-1][0].decode()}" if found else begin
+        return deltas
+
+    async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list[Any]]:
+        """Return a part of the list or stream at a key in Redis, and before it whether more follows that part.
+
+        Raises Damaged if a member is longer than gateways write; it is not read.
+
+        `kind`: "list" or "stream". `begin`: the index or entry id to start at. `longest`: the most bytes of a member.
+        """
+        found = await READ(await self.clients.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
+        if isinstance(found, int):
+            raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
+        try:
+            more, members = found
+            if kind == "list":
+                sound = all(type(piece) is bytes for piece in members)
+            else:
+                sound = all({*map(type, (id, *fields))} == {bytes} for id, fields in members)
+        except NONSENSE as error:
+            raise strange("read.lua", error) from error
+        if not sound or (more and not members):
+            raise strange("read.lua")
+        return bool(more), members

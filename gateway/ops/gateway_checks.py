@@ -44,7 +44,7 @@ FOLLOWED = {
 # The Redis commands that gateways send. The doctor tries them with a key K of its own, which expires; the last command
 # deletes it.
 REDIS_COMMANDS = (
-    "HSET K f v; SET K 1 XX; EXPIRE K 9; PEXPIRE K 9000; PTTL K; EXISTS K; TYPE K; GETRANGE K 0 0; LRANGE K 0 0; RPUSH K v; RENAME K K; "
+    "HSET K f v; SET K 1 XX; EXPIRE K 9; PEXPIRE K 9000; PTTL K; EXISTS K; TYPE K; GETRANGE K 0 0; LINDEX K 0; RPUSH K v; RENAME K K; "
     "XADD K NOMKSTREAM * f v; XTRIM K MAXLEN 0; XRANGE K - +; XREAD STREAMS K 0; TIME; HGET K f; HDEL K f; HLEN K; HKEYS K; HMGET K f; "
     "HGETALL K; ZADD K XX 1 m; ZREM K m; ZCARD K; ZSCORE K m; ZRANGEBYSCORE K 0 0; EVAL return 0; EVALSHA 0 0; UNLINK K; DEL K"
 )

@@ -24,6 +24,10 @@ def make(client, key, kind):
     client.delete(key)
     if kind == "string":
         client.set(key, b"x" * SIZE)
+    elif kind == "long member":
+        client.rpush(key, b"x" * SIZE)
+    elif kind == "long entry":
+        client.xadd(key, {"d": b"x" * SIZE}, "1-0")
     else:
         client.eval({"hash": HASH, "sorted set": SORTED, "list": LIST, "stream": STREAM}[kind], 1, key, SIZE // 200)
 
@@ -37,7 +41,7 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
     monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis(binary=redis_binary)
     cases = [(key, kind) for key in KEYS for kind in ("string", "hash")]
-    cases += [("snapshot", "list"), ("deltas", "stream")]
+    cases += [("snapshot", "list"), ("snapshot", "long member"), ("deltas", "stream"), ("deltas", "long entry")]
     names = {f"r{number}:1": case for number, case in enumerate(cases)}
     async with publishing() as publisher, publishing() as quiet, gateways(server.url, 2) as (one, other):
         with server.client() as client:

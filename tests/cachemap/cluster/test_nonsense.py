@@ -86,8 +86,7 @@ def quiet(caplog, *parts):
 @pytest.mark.parametrize(
     ("what", "odd"),
     [((b"EVALSHA", b"XREAD"), odd) for odd in ODD.values()]
-    + [((b"XREAD",), odd) for name, odd in ODD.items() if name not in NO_NEWS]
-    + [((b"EVALSHA", b"LRANGE", b"XRANGE"), ODD["a list"])],
+    + [((b"XREAD",), odd) for name, odd in ODD.items() if name not in NO_NEWS],
 )
 async def test_a_map_goes_on_by_itself_and_is_whole_again(start_redis, redis_binary, caplog, what, odd):
     server = start_redis(binary=redis_binary)

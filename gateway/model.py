@@ -67,7 +67,7 @@ def main_model(settings: Settings, launched: Sequence[Launch]) -> tuple[Path | N
 
 
 def launches(settings: Settings) -> list[Launch]:
-    """Return the groups of engines to launch: that of --launch, then each pool's.
+    """Return the groups of engines to launch: first that of the setting `launch`, then that of each pool.
 
     Raises ConfigError for a profile or model that cannot be used, and for pools that cannot work together.
     """
@@ -97,7 +97,8 @@ LAUNCH = "the engines of --launch"  # stands for a pool's name
 def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
     """Yield for each pool its name, the settings with the pool's own model, and the engines to launch.
 
-    The engines of --launch come first. The folder of the model in each `Launch` is None. Raises ConfigError.
+    The engines of the setting `launch` come first, as a pool of their own. Each `Launch` lacks the model's folder,
+    which is not searched here. Raises ConfigError.
     """
     if settings.launch:
         profile = _loaded(settings.profile, "profile")

@@ -165,7 +165,7 @@ class ModelFiles:
         """Return whether this replica serves the model whose files the operator gave.
 
         That is the model with the name or folder from the settings. If no replica serves such a model, it is the first
-        model seen, unless the gateway launches engines.
+        model seen, unless the gateway launches engines. The result is True for a replica that reports no models.
         """
         if not replica.models:
             return True
@@ -189,7 +189,7 @@ class ModelFiles:
 
 
 def _keep(kept: dict[Any, T], key: object, value: T) -> None:
-    """Set an entry and make it the newest; if there are MOST_KEPT others, remove the oldest."""
+    """Set an entry and make it the newest; if there are 256 others (MOST_KEPT), remove the oldest."""
     kept.pop(key, None)
     if len(kept) >= MOST_KEPT:
         del kept[next(iter(kept))]
@@ -202,9 +202,9 @@ def _asked(replica: Replica) -> tuple[str | None, str]:
 
 
 def _look(root: str, directory: Path) -> tuple[Path | None, bool]:
-    """Return the folder that an engine names as its model's root, or None, and whether that folder is `directory`.
+    """Return the folder that an engine reports as its model's root, and whether that folder is `directory`.
 
-    The folder is None if it does not exist on this machine.
+    `root`: the path that the engine reports. The folder is None if this machine has no model there.
     """
     here = folder_here(root)
     return here, here is not None and here.resolve() == directory.resolve()
@@ -213,11 +213,12 @@ def _look(root: str, directory: Path) -> tuple[Path | None, bool]:
 async def _in_thread(
     threads: FolderThreads, folder: Path | str, engine: str, function: Callable[..., T], *args: Path | str | None
 ) -> T:
-    """Return the result of `function`, called in a thread.
+    """Return the result of `function(*args)`, called in one of `threads`.
 
-    After a temporary system error (PASSING) the call is retried, with growing pauses. Other errors are raised. An
-    input/output error is raised too once the pauses are at their longest: a network mount usually recovers within a
-    minute, and a bad disk never does.
+    `folder` and `engine`: the folder that the function reads, and the engine that names it. After a temporary system
+    error (one of PASSING) the call is repeated, with growing pauses. Other errors are raised. An input/output error is
+    raised too once the pauses are at their longest: a network mount usually recovers within a minute, and a bad disk
+    never does.
     """
     pause = RETRY_SECONDS
     while True:
@@ -233,7 +234,10 @@ async def _in_thread(
 
 
 def _refusal(error: BaseException | None) -> int | None:
-    """Return the errno of a temporary system error (PASSING) in the error's chain of causes, or None."""
+    """Return the errno of a temporary system error (one of PASSING), or None for any other error.
+
+    The error that is given and those that caused it are looked through.
+    """
     if error is None:
         return None
     if isinstance(error, OSError) and error.errno in PASSING:

@@ -39,10 +39,10 @@ class Models:
     """
 
     def __init__(self, settings: Settings, directory: Path | None, name: str, costs: CostGroup | None = None):
-        """Make the first space, for the model that the operator names.
+        """Make the space (format of prompts) of the model that the operator names.
 
         `directory`: the folder of that model, None if the operator names none. `name`: the name by which launched
-        engines serve it. `costs`: the learned costs that the first space starts with.
+        engines serve it. `costs`: the learned costs of tokens that this first space starts with.
         """
         self._settings = settings
         self._files = ModelFiles(settings, directory, name)
@@ -74,10 +74,10 @@ class Models:
     # --- what is asked of the models
 
     def refresh(self) -> None:
-        """Build the routes again and update the pipelines' bounds; called after replicas or spaces have changed.
+        """Build the routes again and update limits of the pipelines; called after replicas or spaces have changed.
 
-        The bounds are each pipeline's share of PREFIX_BYTES, the memory for tokens of known prefixes, and the longest
-        prompt that a replica of its model takes.
+        Each pipeline gets its share of the memory for tokens of known prefixes (PREFIX_BYTES), and the longest context
+        of its model's replicas, which bounds its prompts.
         """
         self.routes = Routes(self.spaces, self.members.values())
         with_files = [one for one in self.spaces if one.format.source is not None]
@@ -98,17 +98,17 @@ class Models:
         return self.members[replica].space.format.blocks
 
     def prompt_bytes(self, replica: str) -> Bytes | None:
-        """Return a function that gives the bytes of a prompt's KV cache at this replica for a number of tokens.
+        """Return a function from a number of prompt tokens to the size in bytes of their KV cache at this replica.
 
-        Returns None if the size of the replica's KV cache is unknown.
+        Returns None if the size is not known, or the replica has no space (format of prompts) yet.
         """
         member = self.members.get(replica)
         return member.space.prompt_bytes if member is not None and member.space is not None else None
 
     def made_by(self, replica: str) -> int:
-        """Return the number of the way in which token ids for this replica are made (`Pipeline.made_by`).
+        """Return a number that stands for the way in which token ids for this replica are made (`Pipeline.made_by`).
 
-        The number changes whenever the same prompt may get other ids than before.
+        It changes whenever the same prompt may get other ids than before.
         """
         return self.members[replica].space.pipeline.made_by
 
@@ -122,7 +122,7 @@ class Models:
             member.space.comparison.made_otherwise(member.replica.engine, prompt, body, why)
 
     def made_alike(self, replica: str, prompt: Prompt) -> None:
-        """Record that the engine's token count agrees with the gateway's for a kind of prompts that once differed."""
+        """Record that the replica's engine reported the gateway's token count for a kind of prompt that once differed."""
         member = self.members.get(replica)
         if member is not None and member.space is not None and member.space.number == prompt.space:
             member.space.comparison.made_alike(member.replica.engine, prompt)
@@ -175,9 +175,10 @@ class Models:
             one.stop()
 
     def _judged(self, space: ModelSpace) -> None:
-        """Move engines that make other tokens from prompts than the rest of their space to a variant of their own.
+        """Move replicas whose engines make other tokens than the rest of their space to a space without model files.
 
-        The gateway's tokens then stay exact for the other engines.
+        `space`: the replicas with one format of prompts, whose engines have been compared. Prompts for the moved
+        replicas are matched as text. The gateway's tokens stay exact for the other engines.
         """
         engines = space.comparison.set_apart()
         moving = [one for one in space.members.values() if one.replica.engine in engines]
@@ -271,9 +272,9 @@ class Models:
             space.comparison.forget(member.replica.engine)
 
     def _drop_empty(self) -> None:
-        """Drop the spaces (formats of prompts) without replicas, but keep one if all are without.
+        """Drop the spaces (formats of prompts) that have no replicas, but keep one if no space has any.
 
-        Replicas that come back use that one again.
+        Replicas that come back then use that one again.
         """
         for space in [one for one in self.spaces if not one.members]:
             if len(self.spaces) > 1:
@@ -326,9 +327,9 @@ class Models:
             self._say(member.space)
 
     def _look_again(self, member: Member) -> None:
-        """Schedule another search for the replica's model files if there is a problem with them.
+        """Schedule another search for the replica's model files if they cannot be found or used.
 
-        The pause before it doubles each time, up to MOST_RETRY_SECONDS.
+        The pause before the search doubles each time, up to 60 seconds.
         """
         if not member.problem and (member.space is None or not member.space.problem):
             member.pause = 0.0
@@ -339,7 +340,10 @@ class Models:
             member.again = asyncio.get_running_loop().call_later(member.pause, self._find_files, member)
 
     def _find_again(self, names: set[str]) -> None:
-        """Search again the files of replicas whose model was mistaken for the operator's; `names`: that model's."""
+        """Search again for the files of replicas that were wrongly given the files of the operator's model.
+
+        `names`: the names of the model that these replicas serve.
+        """
         for member in [one for one in self.members.values() if names.intersection(base_names(one.replica.models))]:
             member.source = None
             self._find_files(member)
@@ -348,7 +352,10 @@ class Models:
 
     @property
     def waiting_for(self) -> str | None:
-        """The tokenizer that is being loaded, in words; None if none is, or once the gateway has a tokenizer."""
+        """The tokenizer that is being loaded, in words, or None.
+
+        It is None if no replica waits for a tokenizer, or if one is in use already.
+        """
         spaces = [one for one in self.spaces if one.members]
         if any(one.format.source is not None and one.loading is None for one in spaces):
             return None
@@ -402,9 +409,9 @@ class Models:
 
 
 def _has_no_other(space: ModelSpace, member: Member) -> bool:
-    """Return whether no replica besides those of this member's engine uses the space's format.
+    """Return whether only the replicas of this member's engine use the space's format.
 
-    Replicas whose engine has restarted, but which were not adopted again yet, do not count.
+    A replica whose engine has restarted does not count until it is adopted again, since its format may change then.
     """
     engine = member.replica.engine
     return all(

@@ -62,9 +62,10 @@ class Routes:
     ) -> Prompt:
         """Prepare a request for each variant of its model, and return its prompt with token ids and block hashes.
 
-        The prompt for the second variant is in `also` of the first. May run in a thread. `adapters`: the names of known
-        LoRA adapters. `refusal`: called with the parsed request; an error that it returns is raised. Raises ApiError
-        for a request that cannot be prepared, and TakesLong if that would hold the event loop up for too long.
+        The attribute `also` of the result holds the prompt for the second variant. May run in a thread. `adapters`: the
+        names of known LoRA adapters. `refusal`: called with the parsed request; an error that it returns is raised.
+        Raises ApiError for a request that cannot be prepared, and TakesLong if that would hold the event loop up for
+        too long.
         """
         request, unusual = parse(body, self._longest)
         if refusal is not None and (error := refusal(request)) is not None:
@@ -113,7 +114,8 @@ def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]
 def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
     """Return the sorted names of the base models if the replicas serve several models, or () if they serve one.
 
-    Names that share a replica, a root folder or files belong to one model, as those of adapters and aliases do.
+    Two names belong to one model if one replica serves both, or if the replicas that serve them have the same root
+    folder or the same model files. Adapters and aliases are therefore not counted as models.
     """
     marked: list[set[object]] = []
     names: set[str] = set()

@@ -52,7 +52,8 @@ class PromptFormat(NamedTuple):
 class Member:
     """A replica in a space, with what its process had reported when the replica last joined a space.
 
-    `incarnation`: identifies the process, and changes when the engine restarts.
+    A space is the replicas with one format of prompts. `incarnation`: identifies the process, and changes when the
+    engine restarts.
     """
 
     replica: Replica
@@ -71,7 +72,7 @@ class Member:
     set_apart: bool = False
 
     def stop(self) -> None:
-        """Stop looking for the replica's files, now and later."""
+        """Cancel the running search for the replica's model files, and the next one that is scheduled."""
         for one in (self.finding, self.again):
             if one is not None:
                 one.cancel()
@@ -131,7 +132,7 @@ class ModelSpace:
         self.prompt_bytes = prompt_bytes(pipeline.config, self.format.block_size)
 
     def follow(self, format: PromptFormat) -> None:
-        """Make prompts in this block format from now on; the pipeline and its files stay in use."""
+        """Use the block size of this format from now on; the pipeline, with its model files, stays in use."""
         self.format = format
         self.pipeline.block_size, self.pipeline.looks_ahead = format.blocks
         self.prompt_bytes = prompt_bytes(self.pipeline.config, format.block_size)

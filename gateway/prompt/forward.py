@@ -97,7 +97,10 @@ def is_steered(kind: str) -> bool:
 
 
 def _shape(message: dict[str, Any]) -> str | None:
-    """Return a text that names a message's role, form of content and other fields, or None if one is unknown here."""
+    """Return a text that names a message's role, the form of its content and its other fields.
+
+    Returns None if the message has a role, content part or field that is not known here.
+    """
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         return None
@@ -125,10 +128,11 @@ def _part(part: Any) -> str | None:
 
 
 def with_ids(body: bytes, prompt: Prompt, around: tuple[bytes, bytes] | None) -> bytes | None:
-    """Return the client's body with the prompt's token ids in it, or None when there is no safe place for them.
+    """Return the client's body with the prompt's token ids in it, or None if there is no safe place for them.
 
-    A completion's text is replaced by the ids. In a chat's body the ids become an additional first member.
-    `around`: the bytes to write before and after the ids in a chat's body; None: the engine accepts no ids for chats.
+    A completion's text is replaced by the ids. In a chat's body the ids become an additional first member. `around`:
+    the JSON text before and after the ids in a chat's body, which names the field in which the engine takes them; None:
+    the engine accepts no ids for chats.
     """
     ids = written(prompt.token_ids)
     if prompt.path == "/v1/completions":
@@ -150,9 +154,9 @@ def written(ids: bytes) -> bytes:
 def _text(body: bytes, chars: int) -> tuple[int, int]:
     """Return the positions where the `prompt` string of a completion's body starts and ends, quotes included.
 
-    Returns (0, 0) when that is not certain. A quote within a JSON string is escaped, so `"prompt"` followed by a colon
-    is a key of some object. If a nested object also has this key, it occurs twice, and the result is (0, 0).
-    `chars`: the expected length of the string in characters.
+    `chars`: the expected length of the string in characters. Returns (0, 0) if the positions are not certain. A quote
+    within a JSON string is escaped, so `"prompt"` followed by a colon is a key of some object. If a nested object has
+    this key too, it occurs twice, and the result is (0, 0).
     """
     at = body.find(b'"prompt"')
     key = _PROMPT_KEY.match(body, at) if at >= 0 and body.find(b'"prompt"', at + 1) < 0 else None

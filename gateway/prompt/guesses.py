@@ -48,8 +48,9 @@ def fill_by_text(prompt: Prompt, request: dict[str, Any], served_name: str, unfo
 
     Changes `prompt`, whose mode becomes "text"; 4 bytes of text are counted as one token. The chain of hashes starts
     from a seed that is used for texts only, so the hashes never match an engine's blocks. `served_name`: the model's
-    name in block hashes. `unfollowed`: fields of the request, with values, that may change an engine's block hashes.
-    Raises ValueError or RecursionError for a request that is nested too deeply.
+    name in block hashes. `unfollowed`: fields of the request, with values, whose effect on the prompt is not
+    implemented here. Requests that differ in them get different hashes. Raises ValueError or RecursionError for a
+    request that is nested too deeply.
     """
     said = request.get("messages", request.get("prompt", request.get("input", "")))
     head = [request.get("system"), request.get("instructions"), request.get("tools")]

@@ -195,10 +195,10 @@ class Pipeline(ModelReader):
         )
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
-        """Set the token ids, block hashes and rendering kind of `prompt`.
+        """Set the token ids, the block hashes and `kind`, which says how engines render such bodies, of `prompt`.
 
         `request`: the parsed body. Raises _Inexact or Unknown if the engine's tokens are not certain, Rounded if
-        parsing may have rounded a long integer in `request`, and whatever rendering and tokenizing raise.
+        parsing may have rounded a long integer in `request`, and any error of rendering and tokenizing.
         """
         adapter, salt, path = prompt.adapter, request.get("cache_salt"), prompt.path
         seed = None if salt else self._seeds.get(adapter)
@@ -354,9 +354,9 @@ class Pipeline(ModelReader):
     def _begin(self, prompt: Prompt, chat: Chat, request: dict[str, Any], unknown: Unknown, seed: int) -> None:
         """Set the block hashes of a conversation of which only the first messages can be rendered.
 
-        The blocks of the other messages are hashed from the request's text. `unknown`: the error that says why the next
-        message cannot be rendered and how many come before it. A copy of it is raised if no
-        part of the rendered text is certain. `seed`: the hash that the chain of block hashes starts from.
+        The blocks of the later messages are hashed from the request's text. `unknown`: the error for the first message
+        that cannot be rendered; its `known` is the number of messages before that one. If no part of the rendered text
+        is certain, a copy of this error is raised. `seed`: the hash that the chain of block hashes starts from.
         """
         renderer, known, exact = self._renderer(chat), unknown.known, ""
         of_rest = chat.rest if chat.unknown is not None else ()
@@ -428,12 +428,14 @@ class Pipeline(ModelReader):
         return None if self._program.as_received or path == MESSAGES else request.get("truncate_prompt_tokens")
 
     def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], prompt: Prompt, special: bool) -> bytes:
-        """Return a prompt's token ids truncated as `truncate_prompt_tokens` asks, and set `prompt.cut` if any are cut.
+        """Return a prompt's token ids, truncated as the request's `truncate_prompt_tokens` asks.
 
-        `ids`: token ids as uint32 bytes; `keep`: the number of tokens to keep, or -1 for as many as leave room for the
-        output. vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise. Without that
-        field the tokenizer does the cutting, and keeps the special tokens that it has added around the text.
-        `special`: the tokenizer has added special tokens. Raises ApiError or Unroutable.
+        `ids`: token ids as uint32 bytes. `keep`: the number of tokens to keep; -1: as many as fit into the context
+        together with the output. `special`: the tokenizer has added special tokens around the text. Sets `prompt.cut`
+        if any tokens are cut off. Raises ApiError or Unroutable.
+
+        vLLM cuts on the side that `truncation_side` names. Without that field it cuts on the left, for embeddings on
+        the right, and keeps the special tokens around the text.
         """
         given = request.get("truncation_side")
         keep = integer(keep)
@@ -474,9 +476,9 @@ class Pipeline(ModelReader):
         return prompt
 
     def _unlike(self, prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
-        """Set the block hashes from the request's text and return the prompt.
+        """Set the block hashes from the request's text, because its tokens cannot be computed, and return the prompt.
 
-        `error`: the error that prevented rendering or tokenizing the request; `prompt.note` will say so.
+        `error`: the error of rendering or tokenizing. Its text becomes `prompt.note`.
         """
         prompt.token_ids, prompt.declined = b"", True
         if isinstance(error, Multimodal):

@@ -114,10 +114,11 @@ def unread(path: str, model: str | None) -> Prompt:
 
 
 def as_variant(prompt: Prompt, space: int) -> Prompt:
-    """Return the request's Prompt for the replicas numbered `space`, and set its `also` to the other Prompt.
+    """Return the request's Prompt for the replicas of one space: those that make equal tokens and blocks of a request.
 
-    Replicas of one model share a space number if they make equal tokens and blocks of a request. A request is prepared
-    for at most two space numbers; for a third one, a copy is returned that is routed by load.
+    `space`: the number of the space. A request is prepared for at most two spaces of its model, and the attribute
+    `also` of the returned Prompt holds the other Prompt. For a third space the result is a copy that is routed by load
+    alone.
     """
     also = prompt.also
     if prompt.space == space:

@@ -51,7 +51,7 @@ class _Loaded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an engine reads the tokenizer's files, found by comparing token ids or assumed as the likeliest.
+    """A finding on how an engine interprets the tokenizer's files, from comparing token ids or assumed as likeliest.
 
     A Reading is one interpretation of these files: tokenizer.json as it is, or rebuilt as some tokenizer class.
     """
@@ -174,9 +174,9 @@ class ModelReader:
     # --- how the model's engines read the files
 
     def fixed_texts(self) -> list[str]:
-        """Return the texts to have tokenized by an engine, for comparing its ids with the gateway's.
+        """Return the fixed texts that an engine is asked to tokenize, to compare its token ids with the gateway's.
 
-        [] if the gateway has no tokenizer for the model.
+        The result is [] if the gateway has no tokenizer for the model.
         """
         if self.tokenizer is None:
             return []
@@ -201,14 +201,17 @@ class ModelReader:
         return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
 
     def likeliest(self) -> Verdict:
-        """Return the likeliest Verdict on how engines of the present version read the tokenizer's files.
+        """Return a Verdict with the interpretation of the tokenizer's files that the engines most likely use.
 
-        The present version is the one last passed to `follow`. May take seconds.
+        It depends on the engines' version, which is the one that was last passed to `follow`. May take seconds.
         """
         return self._verdict(self._readings.likeliest(self._quirks.transformers)[0], "")
 
     def read_as(self, how: str) -> Verdict:
-        """Return the Verdict of this name, which an earlier `judge` returned as `Verdict.how`. May take seconds."""
+        """Return a Verdict with the interpretation of the tokenizer's files that is named `how`. May take seconds.
+
+        `how`: the attribute `how` of a Verdict that `judge` returned earlier.
+        """
         if self.reading is None or how == self.reading.how:
             return Verdict(how)
         return self._verdict(next((one for one in self._readings.all() if one.how == how), None), how)
@@ -303,9 +306,9 @@ class ModelReader:
     def _why_inexact(self, prompt: Prompt, request: dict[str, Any], is_chat: bool, is_text: bool) -> str:
         """Return why an engine may make other tokens of a prompt than the gateway, or "" if there is no reason.
 
-        `is_chat`: the prompt is a conversation; `is_text`: the gateway has to make the tokens, because the request
-        holds no token ids. Also sets `prompt.doubted` and `prompt.features` if an engine has reported another token
-        count than the gateway's for some body.
+        `is_chat`: the prompt is a conversation. `is_text`: the gateway has to make the tokens, because the request
+        holds no token ids. If engines have reported other token counts than the gateway's for some bodies, this also
+        sets `prompt.features`, and sets `prompt.doubted` if this body has the features of such a body.
         """
         why = self.unfollowed(request)
         if is_text and not why:

@@ -25,9 +25,9 @@ _CALL = {"id": "call00001", "function": {"arguments": '{"word": "hitherto"}', "n
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How many leading tokens of a conversation's first prompt its second prompt repeats, for one sort of conversation.
+    """How much of a conversation's first prompt the prompt of its second turn repeats, for one sort of conversation.
 
-    An engine can reuse its cache for these tokens.
+    An engine can reuse its KV cache for these `kept` leading tokens.
     """
 
     what: str  # the sort of conversation: "plain", "with reasoning" or "with tools"
@@ -42,7 +42,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What test conversations showed of a chat template."""
+    """The results of rendering test conversations with a chat template."""
 
     turns: list[Turn]  # one for each sort of conversation that the template does not refuse
     prints_date: bool  # the template prints the date, so prompts change at midnight
@@ -92,9 +92,10 @@ def _text(renderer: Renderer, talk: list[Any], tools: list[Any] | None) -> str:
 
 
 def _common(before: bytes, after: bytes) -> int:
-    """Return the number of leading tokens that two prompts (uint32 ids) share.
+    """Return the number of leading tokens that the prompts of two turns share.
 
-    The generation prompt at the end of `before` is compared as well, because in `after` the answer follows it too.
+    `before` and `after`: the prompts of the first and of the second turn, as uint32 token ids. The generation prompt at
+    the end of `before` is counted too, because `after` also has it, before the assistant's answer.
     """
     pairs = zip(memoryview(before).cast("I"), memoryview(after).cast("I"))
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -28,7 +28,11 @@ LEFT_OUT = frozenset(("admin_token", "engine_api_key", "replica_ca", "chat_templ
 
 
 def check_all(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
-    """Return, by setting, why the file that it names cannot be used. Raises ConfigError for any other fault."""
+    """Check the settings that need more than one value, and return why files that they name cannot be used.
+
+    The result has the reasons by setting. `sources`: where each setting was set. Raises ConfigError for any other
+    fault.
+    """
     for setting, why in _contradictions(settings):
         raise ConfigError(ConfigError(why, setting).placed(sources))
     unusable: dict[str, str] = {}
@@ -42,9 +46,10 @@ def check_all(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[str]:
-    """Return the settings of LEFT_OUT whose files cannot be read.
+    """Return those settings of LEFT_OUT, which commands can do without, whose files cannot be read.
 
-    A replica file that can be read, though not written, is left out.
+    `unusable`: by setting, why its file cannot be used. `replica_file` is not returned if its file can be read but not
+    written.
     """
     found = LEFT_OUT & unusable.keys()
     with suppress(UnusableFile):
@@ -54,7 +59,10 @@ def unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[str
 
 
 def _contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield settings that exclude each other or cannot be on this machine, each with what would be right."""
+    """Yield the name of each setting that contradicts another one or cannot work on this machine, with the reason.
+
+    The reason also says what would be right.
+    """
     if settings.port == settings.admin_port != 0:
         yield (
             "admin_port" if "admin_port" in settings.model_fields_set else "port",
@@ -98,7 +106,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _files(settings: Settings) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Yield each setting that names a file, with the remedy where it cannot be used and a function that tries."""
+    """Yield each setting that names a file, with a remedy for an unusable file and a function that tries to use it."""
     yield "admin_token", "", partial(read_token, settings)
     yield "engine_api_key", "", partial(read_engine_key, settings)
     yield "replica_file", "", partial(added_replicas, settings)

@@ -60,5 +60,5 @@ EngineKey = Annotated[str, AfterValidator(ENGINE_KEY.check)]
 
 
 def shown(given: str | None) -> str | None:
-    """Return a secret setting's value as it may be printed: a secret is replaced by HIDDEN, an @FILE stays."""
+    """Return the value of a secret setting as it may be printed: asterisks for a secret, @FILE unchanged."""
     return HIDDEN if given and not given.startswith("@") else given

@@ -44,7 +44,10 @@ def read_engine_key(settings: Settings) -> str | None:
 
 
 def added_replicas(settings: Settings) -> dict[str, str]:
-    """Return the URLs that operators added before the last restart, by replica's id. Raises UnusableFile."""
+    """Return the URLs of the replicas that operators added before the last restart, by the replica's id.
+
+    They are kept in the file that the setting `replica_file` names. Raises UnusableFile.
+    """
     if settings.replica_file is None:
         return {}
     remedy = "Correct or remove that file, which has one replica's URL a line"
@@ -68,12 +71,15 @@ def admin_url(settings: Settings) -> str:
 
 
 def admin_headers(settings: Settings) -> dict[str, str]:
-    """Return the headers that a request to the admin side of such a gateway needs. Raises UnusableFile."""
+    """Return the headers that a request to the admin side of a gateway with these settings needs. Raises UnusableFile."""
     return bearer(read_token(settings))
 
 
 def overload_of(settings: Settings) -> Overload | None:
-    """Return the overload control by the tables `slo`, `scheduler`, `request_router`, `admission`; None without any."""
+    """Return the overload control that the settings configure, or None if they configure none.
+
+    It is made from the tables `slo`, `scheduler`, `request_router` and `admission`.
+    """
     if not settings.has_overload:
         return None
     import policies  # importing them takes a fifth of a second

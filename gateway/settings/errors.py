@@ -12,25 +12,30 @@ class ConfigError(Exception):
     def __init__(self, text: str, setting: str = ""):
         """Create the error.
 
-        `setting`: the setting that each line of `text` is about, where the text does not say where it was set.
+        `text`: what is wrong, with one line for each fault. `setting`: the setting that all lines are about; "": the
+        text itself says where each setting was set.
         """
         super().__init__(_each_line(setting, text) if setting else text)
         self.text, self.setting = text, setting
 
     def placed(self, sources: Mapping[str, str]) -> str:
-        """Return the text, each line prefixed with the place where the setting was set; `sources`: by setting."""
+        """Return the error's text, each line prefixed with the place where the setting was set.
+
+        `sources`: where each setting was set, by the setting's name.
+        """
         return _each_line(place_of(self.setting, sources), self.text) if self.setting else self.text
 
 
 class UnusableFile(ConfigError):
-    """Raised where a setting itself is right, but the file or the place that it names cannot be used."""
+    """Raised if a setting is right in itself, but the file or place that it names cannot be used."""
 
 
 @contextmanager
 def using_file(setting: str, path: object, remedy: str = "") -> Iterator[None]:
-    """Turn any OSError or ValueError into an UnusableFile: the file at `path` cannot be used, and `remedy` helps.
+    """Return a context manager that turns an OSError or ValueError of its body into an UnusableFile.
 
-    An error whose attribute `setting` names another setting is about that one.
+    `setting`: the setting that names the file; `path`: the file; `remedy`: what to do, for the message. If the error
+    has an attribute `setting`, the UnusableFile is about that setting instead.
     """
     try:
         yield

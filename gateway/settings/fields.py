@@ -38,12 +38,12 @@ def parse_bytes(value: Any, least: int = 1) -> int:
 
 
 def split_names(value: Any) -> Any:
-    """Return the names in a text, separated by commas or spaces."""
+    """Return the list of names in a text, separated by commas or spaces, or any other value unchanged."""
     return re.findall(r"[^,\s]+", value) if isinstance(value, str) else value
 
 
 def _split_urls(value: Any) -> Any:
-    """Return the URLs in texts (of the environment, a flag or YAML), each of which may hold several."""
+    """Return the list of URLs in a text, or in a list of texts with several each; other values unchanged."""
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return [url for one in value for url in _split_urls(one)]
     return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value

@@ -21,12 +21,15 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 
 
 def read_mapping(value: Any) -> Any:
-    """Return a table given as text, which a flag or a variable holds as one line of YAML; another value unchanged."""
+    """Return the table that a flag or a variable gives as one line of YAML, or a value that is no text unchanged."""
     return yaml_text.load(value) if isinstance(value, str) else value
 
 
 def _as_list(value: Any) -> Any:
-    """Return a list of steps (what is tried for a request that finds no room); a single step becomes a list of one."""
+    """Return admission steps as a list: a single step becomes a list of one. Raises ValueError if there is no value.
+
+    Steps say what is tried for a request that finds no room.
+    """
     if value is None or value == "":
         raise ValueError(f"it has no value; write {_STEPS}")
     return value if isinstance(value, list | tuple) else [value]
@@ -51,7 +54,10 @@ def _check_steps(steps: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _parse_window(value: Any) -> float | None:
-    """Return the seconds of a control window, or None for `never`."""
+    """Return the length of a control window in seconds, or None for `never`. Raises ValueError.
+
+    The control window is the interval of overload control's decisions.
+    """
     if value == "never":
         return None
     try:
@@ -88,7 +94,10 @@ Steps = Annotated[tuple[Step, ...], BeforeValidator(_as_list), AfterValidator(_c
 
 
 class Slo(Table):
-    """The latency limits of requests in seconds; None: no limit."""
+    """Limits on the latency of requests; None: no limit.
+
+    `ttft`: the time to first token in seconds; `tpot`: the time per output token in seconds.
+    """
 
     ttft: Duration | None = None
     tpot: Duration | None = None
@@ -106,7 +115,10 @@ class Slo(Table):
 
 
 class QosClass(Table):
-    """A class of service; where `when_full` or `max_tokens_floor` is None, the one of `Admission` applies."""
+    """One class of service, to which routes and API keys assign requests.
+
+    Where `when_full` or `max_tokens_floor` is None, the value of `Admission` applies.
+    """
 
     name: Name
     # Of the recently admitted prefill seconds and KV cache: what the class gets before any that has had its own share.
@@ -149,7 +161,7 @@ class Match(Table):
 
 
 class Route(Table):
-    """The class of the requests that meet some conditions."""
+    """One rule that gives requests a class of service if they meet some conditions."""
 
     match: Annotated[Match, BeforeValidator(lambda given: {} if given in (None, "") else given)] = Match()
     # "": none, which `Router.unfit` reports along with the known classes
@@ -166,7 +178,7 @@ class Route(Table):
 
 
 class Router(Table):
-    """The routes, of which the first that matches decides a request's class."""
+    """The rules (routes) that give requests a class of service; the first one that matches decides."""
 
     routes: Annotated[tuple[Route, ...], AfterValidator(_has_entries)]
 
@@ -178,7 +190,10 @@ class Router(Table):
         return self
 
     def unfit(self, classes: Sequence[str]) -> str:
-        """Return why the routes do not fit these classes, or ""."""
+        """Return what is wrong with the classes of service that the routes name, or "".
+
+        `classes`: the names of the configured classes.
+        """
         if not classes:
             return "its routes lead to classes, and there are none; name them under scheduler.qos_classes"
         for index, route in enumerate(self.routes):
@@ -202,6 +217,9 @@ class Admission(Table):
     control_window: Window = 30.0  # the interval of overload control's decisions; None: there is no such control
 
     def of_one_worker(self, count: int) -> Admission:
-        """Return the settings for each of `count` workers, which have a queue each: its bounds are divided."""
+        """Return these settings for one of `count` workers.
+
+        Each worker has a queue of its own, so the bounds of the queue are divided by the number of workers.
+        """
         divided = {"max_requests": self.max_requests // count or 1, "max_bytes": self.max_bytes // count or 1}
         return self.model_copy(update=divided)

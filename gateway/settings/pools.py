@@ -38,7 +38,7 @@ class Pool(Table):
 
 
 class Launch(NamedTuple):
-    """A number of equal engines to launch, in the order of the parameters of `Fleet.launch`."""
+    """A number of equal engines to launch, with fields in the order of the parameters of `Fleet.launch`."""
 
     count: int
     profile: LaunchProfile
@@ -49,10 +49,10 @@ class Launch(NamedTuple):
 
 
 def incompatibilities(launched: Mapping[str, Launch], adopted: Iterable[str]) -> list[str]:
-    """Return why pools cannot work together in their roles, each reason with its remedy.
+    """Return why pools cannot work together in their roles (prefill, decode), each reason with its remedy.
 
-    `launched`: the engines of each pool, by its name; `adopted`: the roles of replicas that run already, and whose
-    model is not known yet.
+    `launched`: the engines of each pool, by the pool's name; `adopted`: the roles of replicas that run already, whose
+    models are not known yet.
     """
     elsewhere = {role for role in adopted if role != BOTH}
     found = []
@@ -74,7 +74,10 @@ def incompatibilities(launched: Mapping[str, Launch], adopted: Iterable[str]) ->
 
 
 def _unlike(one: Launch, other: Launch) -> list[str]:
-    """Return why engines of `other`, if they decode, cannot fetch the KV cache of `one`, if its engines prefill."""
+    """Return why the decode engines of `other` cannot fetch KV cache from the prefill engines of `one`.
+
+    The result is [] if they can, or if `one` does not prefill or `other` does not decode.
+    """
     if one.role not in PREFILLERS or other.role not in DECODERS or one.profile.no_transfer:
         return []
     if one.profile.engine != other.profile.engine:

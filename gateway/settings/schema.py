@@ -186,9 +186,9 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_plain(cls, given: Any, info: ValidationInfo) -> Any:
-        """Refuse `yes` where a number or a text belongs, since pydantic would take it for 1.
+        """Raise ValueError for `yes` where a number or a text belongs, since pydantic would take it for 1.
 
-        Refuse NUL characters too: no file or host name may have one, and opening such a name raises no OSError.
+        NUL characters are refused too: no file or host name may have one, and opening such a name raises no OSError.
         """
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(given, bool) and bool not in (annotation, *get_args(annotation)):
@@ -199,21 +199,24 @@ class Settings(BaseModel):
 
     @property
     def launches(self) -> bool:
-        """Whether there are engines to start."""
+        """Whether the settings name engines that the gateway is to start."""
         return bool(self.launch or self.pools)
 
     @property
     def has_overload(self) -> bool:
-        """Whether there are limits, classes, routes or a queue."""
+        """Whether latency limits, classes of service, routes or a queue are configured."""
         return any(one is not None for one in (self.slo, self.scheduler, self.request_router, self.admission))
 
     @property
     def class_names(self) -> list[str]:
-        """The names of the classes of service, none without `scheduler`."""
+        """The names of the configured classes of service; [] without the setting `scheduler`."""
         return self.scheduler.names if self.scheduler is not None else []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings in JSON's types, tables without fields that were not set; they validate to the same."""
+        """Return all settings as JSON types, which can be validated to equal settings again.
+
+        Tables hold only the fields that were set.
+        """
         return Settings().model_dump(mode="json") | self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 

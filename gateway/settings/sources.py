@@ -34,9 +34,10 @@ ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
 @dataclass(frozen=True)
 class Config:
-    """The effective settings.
+    """The effective settings of a gateway.
 
-    `sources`: where each was set, in words; `unusable`: by setting, why the file that it names cannot be used.
+    `sources`: by setting, where it was set, in words. `unusable`: by setting, why the file that it names cannot be
+    used.
     """
 
     settings: Settings
@@ -45,7 +46,7 @@ class Config:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The entries of `unusable` whose settings were left out of `settings`."""
+        """The settings that were set to None because their files cannot be read, each with the reason from `unusable`."""
         return {setting: why for setting, why in self.unusable.items() if getattr(self.settings, setting) is None}
 
     def to_yaml(self) -> str:
@@ -70,7 +71,10 @@ class Config:
 
 
 def _yaml_value(value: Any) -> str:
-    """Return a value on one line. PyYAML ends the document of a bare scalar with '...', which is cut off."""
+    """Return a value as one line of YAML.
+
+    PyYAML writes `...` after a value that is not a list or mapping; this is cut off.
+    """
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").rstrip()
 
@@ -84,8 +88,8 @@ def load(
     """Merge default < file < environment < flags, check the settings, and return them with their sources.
 
     `flags`: the values given on the command line, by setting. `file`: the file to read; None: the one that
-    HITHERTO_CONFIG names, or ./hitherto.yaml if it exists. `without_files`: if a setting names a file that cannot be
-    used, that is no error: `Config.unusable` lists it, and the setting is left out if it is one of `LEFT_OUT` and its
+    HITHERTO_CONFIG names, or ./hitherto.yaml if it exists. `without_files`: accept settings whose files cannot be used,
+    and list them in `Config.unusable`. A setting that a command can do without (`LEFT_OUT`) then becomes None if its
     file cannot be read. Raises ConfigError.
     """
     environ = os.environ if environ is None else environ
@@ -118,7 +122,10 @@ def load(
 
 
 def read_file(path: Path) -> dict[str, tuple[Any, int]]:
-    """Return value and line of each setting in a YAML file. Raises ConfigError, also for unknown or repeated names."""
+    """Return the value and the line number of each setting in a YAML file, by the setting's name.
+
+    Raises ConfigError for a file that cannot be read, and for unknown or repeated names.
+    """
     try:
         text = files.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -156,9 +163,10 @@ _OF_A_SERVICE = re.compile(r"(\w+_)?(service_(host|port(_\w+)?)|port(_\d+_(tcp|u
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables HITHERTO_* that name no setting, each with the variable that it misspells, or "".
+    """Return the environment variables HITHERTO_* that name no setting.
 
-    Leaves out empty variables, and those that Kubernetes sets for a Service.
+    Each comes with the variable of which it is probably a misspelling, or "". Empty variables, and those that
+    Kubernetes sets for a Service, are left out.
     """
     known = (*Settings.model_fields, "config")
     unknown = [name for name in _variables(environ) if name not in known and not _OF_A_SERVICE.match(name)]
@@ -177,9 +185,10 @@ def _misspelt(name: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the HITHERTO_* variables by the setting's name, except Kubernetes' links to Services.
+    """Return the values of the HITHERTO_* environment variables by the setting's name.
 
-    An empty variable counts as unset: `X: ${X:-}` in a compose file makes one.
+    Links to Services (`tcp://...`), which Kubernetes sets, are left out. An empty variable counts as unset: `X: ${X:-}`
+    in a compose file makes one.
     """
     return {
         variable.removeprefix(ENV_PREFIX).lower(): value
@@ -189,7 +198,10 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[str, str]) -> None:
-    """Refuse a secret on the command line. A file's name without its @ is left to the setting's own check."""
+    """Raise ConfigError if a secret is given on the command line, where other users of the machine can read it.
+
+    A file's name without its leading @ is not refused here, but by the check of the setting itself.
+    """
     if given and sources[name].startswith("flag ") and not given.startswith("@") and not os.path.isfile(given):
         raise ConfigError(
             f"flag {flag(name)}: everybody on this machine can read a command line. "

@@ -17,7 +17,7 @@ from .schema import Settings
 
 
 class SettingWarning(NamedTuple):
-    """A setting without effect, as a sentence without its full stop, and what to do about it."""
+    """A warning about a setting without effect: a sentence without its full stop, and what to do about it."""
 
     what: str
     remedy: str
@@ -51,7 +51,7 @@ def find_warnings(settings: Settings) -> list[SettingWarning]:
 
 
 def _spilling(settings: Settings, found: Overload) -> SettingWarning | None:
-    """Warn of the step `spill` (send to the slow pool) where no replica or pool is marked as slow."""
+    """Return a warning if the step `spill` (send to the slow pool) is set but no replica or pool is slow, else None."""
     places = ["admission.when_full"] if SPILL in found.rules.when_full else []
     places += [
         f"scheduler.qos_classes.{one.name}.when_full" for one in found.classes.all if SPILL in (one.when_full or ())
@@ -77,7 +77,10 @@ def _without_key(settings: Settings) -> SettingWarning | None:
 
 
 def _unreached(settings: Settings, found: Overload, named: set[str | None]) -> SettingWarning | None:
-    """Warn of classes that neither a route nor a key (`named`: the classes of keys as they are now) leads to."""
+    """Return a warning about classes of service that no route and no API key gives to requests, or None.
+
+    `named`: the classes that the key file names now.
+    """
     names = [one.name for one in found.classes.unreached(named, keys=settings.api_keys is not None)]
     if not names:
         return None

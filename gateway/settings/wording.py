@@ -18,7 +18,10 @@ DESCRIPTIONS = {name: field.description or "" for name, field in Settings.model_
 
 
 def explain(error: ValidationError, sources: Mapping[str, str]) -> str:
-    """Return a message on pydantic's errors, one line for each; `sources`: where each setting was set."""
+    """Return a message for the errors that pydantic found, with one line for each.
+
+    `sources`: where each setting was set, by the setting's name.
+    """
     return "\n".join(_explain(item, sources) for item in error.errors())
 
 
@@ -30,7 +33,7 @@ def path_of(parts: Sequence[str | int]) -> str:
 
 
 def _explain(item: Any, sources: Mapping[str, str]) -> str:
-    """Return one of pydantic's errors as a line: where the setting was set, what is wrong, what would be right."""
+    """Return one line about one of pydantic's errors: where the setting was set, what is wrong, what would be right."""
     name, *within = item["loc"]
     place, part = place_of(name, sources), "" if "[key]" in within else path_of(within)  # a wrong key names itself
     if name not in DESCRIPTIONS:

@@ -33,10 +33,11 @@ NOTHING = Cost(0, 0, 0)
 
 
 def cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """Return the tokens that an engine processed for the request; computed at the first call and then kept.
+    """Return the cost of a request in tokens that an engine processed; further calls return the first call's result.
 
-    `usage`: the token counts that the engine reported, or None. For each request for the same stored response, engines
-    report the usage of the whole response. Only tokens that no earlier request has been charged for are returned.
+    `usage`: the token counts that the engine reported, or None. Several requests may concern one stored response, and
+    for each the engine reports the usage of the whole response. A request then costs only the tokens that no earlier
+    request was charged for.
     """
     if exchange.cost is None:
         found, stored = _cost(exchange, usage), exchange.stored
@@ -48,10 +49,10 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
 
 
 def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """Return the engine's own token counts, or else the prompt's tokens and an estimate of the answer's tokens.
+    """Return a request's cost by the engine's token counts or, without them, by its prompt's tokens and an estimate.
 
-    A request that was answered with an error costs nothing. If the client disconnected or the stream broke, the request
-    costs the tokens that were computed by then.
+    The estimate is of the answer's tokens. A request that was answered with an error costs nothing. If the client
+    disconnected or the stream broke, the request costs the tokens that were computed by then.
     """
     attempt, prompt = exchange.attempt, exchange.prompt
     if attempt is None or not attempt.sent_at or exchange.status:
@@ -112,9 +113,10 @@ class Settled:
     """
 
     def __init__(self, metering: Metering, metrics: Metrics, names: Container[str]):
-        """Create a handler.
+        """Create the callable.
 
-        `names`: the tenants that the key file has now. Metrics count no others, which bounds the number of labels.
+        `names`: the names of the tenants in the key file. Metrics count no other tenants, which bounds the number of
+        labels.
         """
         self._metering, self._metrics, self._names = metering, metrics, names
 

@@ -103,7 +103,7 @@ class Keys:
                 told(name)
 
     def _name_all(self) -> list[str]:
-        """Update `names` to the tenants of the present keys, and return the names that are gone."""
+        """Update `names` to the tenants of the keys read last, and return the names that the key file no longer has."""
         now = {tenant.name for tenant in self._keys.values()}
         gone = [name for name in self.names if name not in now]
         for name in gone:
@@ -113,9 +113,10 @@ class Keys:
 
 
 def _key(authorization: str | bytes | None, api_key: str | bytes | None) -> str | None:
-    """Return the API key in these headers, or None.
+    """Return the API key in the values of these two headers, or None if there is none.
 
-    OpenAI's clients send it as `Authorization: Bearer KEY`, which goes first, and Anthropic's as `x-api-key`.
+    OpenAI's clients send the key as `Authorization: Bearer KEY`, and Anthropic's as `x-api-key`. If a request has both
+    headers, only `Authorization` is read.
     """
     given = api_key if authorization is None else authorization
     text = given.decode("latin-1") if isinstance(given, bytes) else given
@@ -131,5 +132,5 @@ def _refusal(key: str | None) -> str:
 
 
 def _is_large(name: bytes, value: bytes) -> bool:
-    """Return whether this header announces a body that may exceed LARGE_BYTES."""
+    """Return whether a header announces a body that may have more than 4 KiB (LARGE_BYTES)."""
     return name == b"transfer-encoding" or (name == b"content-length" and (len(value) > 9 or int(value) > LARGE_BYTES))

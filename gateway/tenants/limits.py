@@ -43,7 +43,10 @@ class Limits(NamedTuple):
 
     @property
     def of_prompts(self) -> bool:
-        """Whether a limit needs the number of a prompt's tokens before its request can be admitted."""
+        """Whether a limit on input tokens or on tokens per day or month is set.
+
+        With such a limit, the tokens of a prompt must be counted before its request can be admitted.
+        """
         return (self.input_tokens_per_minute, self.tokens_per_day, self.tokens_per_month) != (None, None, None)
 
 
@@ -51,7 +54,11 @@ KINDS = dict(zip(Limits._fields, WORDS))  # field of `Limits` -> kind of limit
 
 
 class Cost(NamedTuple):
-    """The cost of a request in tokens; `cached` tokens, found in the engine's KV cache, are part of `input`."""
+    """The cost of a request in tokens.
+
+    `input`: the prompt's tokens; `cached`: those of them that the engine found in its KV cache; `output`: the answer's
+    tokens.
+    """
 
     input: int
     cached: int
@@ -102,9 +109,9 @@ def _there_are(limits: Limits) -> tuple[tuple[str, int], ...]:
 
 
 def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tuple(WORDS)) -> list[Claim]:
-    """Return what a request with this many prompt tokens adds to the count of each limit of these kinds that is set.
+    """Return a request's claims: for each limit that is set, what the request adds to the limit's count.
 
-    `now`: seconds since 1970.
+    `tokens`: the number of the prompt's tokens; `now`: seconds since 1970; `kinds`: the kinds of limit to include.
     """
     windows = _windows(int(now // MINUTE_SECONDS))
     return [
@@ -124,7 +131,7 @@ def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int =
 
 
 def part(claim: Claim, share: int) -> int:
-    """Return how much of the claim's limit this gateway may use, at least 1: one of `share` equal parts."""
+    """Return the part of the claim's limit that this gateway may use: the limit divided by `share`, but at least 1."""
     return max(1, claim.limit // share)
 
 
@@ -155,7 +162,7 @@ class Counts:
 
 
 class Account:
-    """The counts of one tenant, as one gateway knows them."""
+    """The counts of one tenant's requests, as one gateway knows them."""
 
     __slots__ = ("name", "own", "seen", "running", "others_running")
 
@@ -179,7 +186,7 @@ class Account:
         self.seen.add(kind, window, by)
 
     def take(self, wanted: Sequence[Claim]) -> None:
-        """Count a request with these claims, which this gateway has admitted without asking Redis."""
+        """Add a request with these claims to the counts, after this gateway has admitted it without asking Redis."""
         self.running += 1
         for claim in wanted:
             if claim.kind != RUNNING:
@@ -197,7 +204,10 @@ def _template(limits: Limits) -> bytes:
 
 
 def header_lines(limits: Limits, account: Account, now: float) -> bytes:
-    """Return the `x-ratelimit-*` header lines for a client, as bytes; they show limits per minute only."""
+    """Return the `x-ratelimit-*` header lines for a client, as bytes.
+
+    They show the limits per minute, how much of each is left, and the seconds until the minute ends.
+    """
     reset = MINUTE_SECONDS - int(now % MINUTE_SECONDS)
     values: list[int] = []
     for claim in claims(limits, 0, now, TOLD):

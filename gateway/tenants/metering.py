@@ -101,7 +101,10 @@ class Metering:
         return {name: account.running for name, account in self._accounts.items()}
 
     def forget(self, name: str) -> None:
-        """Remove a tenant that the key file no longer has. Its counts are kept in case it comes back."""
+        """Remove the account of a tenant that the key file no longer has.
+
+        The counts of the last 1,000 removed tenants are kept in case a tenant comes back.
+        """
         account = self._accounts.pop(name, None)
         if account is not None:
             self._gone[name] = account
@@ -119,8 +122,8 @@ class Metering:
     def refusal(self, tenant: Tenant) -> ApiError | None:
         """Return the error for a tenant's request that can be refused before its body is read, or None.
 
-        A request is refused so early if the tenant has reached a limit on requests or output tokens per minute, since
-        these stay reached until the minute ends.
+        That is a request of a tenant that has reached its limit on requests or output tokens per minute. These limits
+        stay reached until the minute ends, whatever the body holds.
         """
         limits, now = tenant.limits, self._clock()
         if limits is None:
@@ -133,9 +136,9 @@ class Metering:
         return rules.error(over, limits, account, now)
 
     def charge(self, tenant: Tenant, tokens: int) -> Charge | None:
-        """Return what a request with this many prompt tokens adds to its tenant's counts; None without limits.
+        """Return what a request with this many prompt tokens adds to its tenant's counts; None if there are no limits.
 
-        Nothing is counted yet.
+        Nothing is counted yet; `claim` does that.
         """
         limits = tenant.limits
         if limits is None:
@@ -174,8 +177,8 @@ class Metering:
     def _decide(self, charge: Charge) -> tuple[Claim | None, int]:
         """Decide by the counts known in this gateway whether the limits allow a request, and count it if so.
 
-        Returns the claim that would exceed its limit, or None. Also returns into how many parts, one for each gateway,
-        each limit is split: 1 unless Redis cannot be reached.
+        Returns the claim that would exceed its limit, or None. The second result is the number of equal parts into
+        which each limit is split, one for each gateway. It is 1 unless Redis cannot be reached.
         """
         account, shared = charge.account, self.shared
         share = 1 if shared is None or shared.joined else shared.gateways

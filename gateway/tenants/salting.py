@@ -50,5 +50,8 @@ def with_salt(body: bytes, salt: str) -> bytes | None:
 
 
 def _derived(salt: str, given: bytes) -> str:
-    """Return a salt derived from the tenant's and the client's; for another tenant the result would differ."""
+    """Return a salt derived from the tenant's salt and the one that the client sent.
+
+    Another tenant's request with the same salt from its client gets a different result.
+    """
     return base64.urlsafe_b64encode(hashlib.sha256(b"%b\n%b" % (salt.encode(), given)).digest()[:24]).decode()

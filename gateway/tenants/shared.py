@@ -50,9 +50,9 @@ Decide = Callable[["Pending", bool], None]
 class Pending:
     """One request that waits for Redis to decide whether its tenant's limits allow it.
 
-    `wanted`: the claims, which say what the request adds to the count of each limit. `decide`: called with the outcome.
-    `over`: the claim that Redis refused, or None. `granted`: whether the request is admitted. `answered`: whether
-    `decide` was called.
+    `wanted`: the claims, which say what the request adds to the count of each limit. `decide`: a function that is
+    called with this object and with whether Redis has decided; if not, the function decides itself. `over`: the claim
+    that Redis refused, or None. `granted`: whether the request is admitted. `answered`: whether `decide` was called.
     """
 
     __slots__ = ("account", "wanted", "decide", "over", "granted", "answered")
@@ -64,10 +64,10 @@ class Pending:
 
 
 def _is_decision(pending: Pending, reply: Any) -> bool:
-    """Return whether this has the form of the script's reply to this request.
+    """Return whether `reply` has the form of the Lua script's reply to this request.
 
-    A reply is a list: the number of the refused limit (0: none), the requests that run in other gateways, and each
-    limit's count.
+    A reply is a list: the number of the refused limit (0: none), the number of the tenant's requests that run in other
+    gateways, and the count of each limit.
     """
     counts = sum(claim.kind != RUNNING for claim in pending.wanted)
     return (
@@ -119,7 +119,8 @@ class SharedCounts:
     async def stop(self) -> None:
         """Report the counts that Redis does not have yet, and disconnect.
 
-        Requests that still run here count in Redis until the lease of this gateway ends (LEASE seconds).
+        Requests that still run here count in Redis until the lease of this gateway ends, 3 seconds after its last
+        heartbeat.
         """
         with contextlib.suppress(*FAILURES):
             async with asyncio.timeout(PATIENCE):
@@ -137,7 +138,8 @@ class SharedCounts:
     def claim(self, account: Account, wanted: Sequence[Claim], decide: Decide) -> None:
         """Let Redis decide whether a request may add these claims to its tenant's counts.
 
-        `decide`: called once with the outcome, perhaps before this function returns.
+        `decide`: called once, with the request as a Pending and with whether Redis has decided, perhaps before this
+        function returns. If Redis has not, because it is slow or away, `decide` decides by the counts of this gateway.
         """
         pending = Pending(account, wanted, decide)
         if not self.joined:
@@ -148,12 +150,15 @@ class SharedCounts:
         self._start_pump()
 
     def ran(self, account: Account) -> None:
-        """Report to Redis that the number of the tenant's requests that run in this gateway has changed."""
+        """Report to Redis how many requests of the tenant now run in this gateway, after this number has changed."""
         self._changed[account.name] = account
         self._start_pump()
 
     def charge(self, name: str, kind: str, window: int, by: int) -> None:
-        """Report to Redis that this gateway has added `by` to the tenant's count of this kind in this window."""
+        """Report to Redis that this gateway has added `by` to a tenant's count.
+
+        `name`: the tenant's name; `kind`: the kind of limit; `window`: the number of the minute, day or month.
+        """
         unsent = self._unsent.setdefault(name, {})
         unsent[kind, window] = unsent.get((kind, window), 0) + by
         if len(unsent) > 64:  # while Redis was away: drop windows that are over
@@ -196,7 +201,8 @@ class SharedCounts:
     def _replied(self, pending: Pending, reply: Sequence[int]) -> None:
         """Apply the reply of Redis to a request, and update the known counts.
 
-        If this gateway has decided differently in the meantime, correct the counts in Redis instead.
+        If this gateway has already decided, and its decision differs from that of Redis, the counts in Redis are
+        corrected.
         """
         account, counts = pending.account, [claim for claim in pending.wanted if claim.kind != RUNNING]
         denied, account.others_running = reply[0], reply[1]

@@ -119,7 +119,7 @@ class UsageLog:
             os.close(self._file)
 
     def _lose(self, lines: int, error: OSError) -> None:
-        """Count lost lines, and log their number at most every LOG_SECONDS, since a full disk stays full for long."""
+        """Count lost lines, and log their number at most every 10 seconds, since a full disk stays full for long."""
         self._lost += lines
         if monotonic() - self._logged_at > LOG_SECONDS:
             lines, self._logged = self._lost - self._logged, self._lost
@@ -143,10 +143,12 @@ class UsageLog:
 
 
 def _end_of_piece(data: bytes, begin: int) -> int:
-    """Return where a write to a pipe ends that starts at `begin`: after the last whole line within PIPE_BUF bytes.
+    """Return the position in `data` at which a write to a pipe has to end if it starts at `begin`.
 
-    On Linux PIPE_BUF is 4,096, and LONGEST_NAME keeps all lines shorter. On systems with a smaller PIPE_BUF, a longer
-    line is a write of its own, which the kernel may mix with those of other writers.
+    It is after the last whole line within PIPE_BUF bytes, because a pipe keeps only that many bytes of a write
+    together. On Linux PIPE_BUF is 4,096, and all lines are shorter, because names from clients are cut (LONGEST_NAME).
+    On systems with a smaller PIPE_BUF, a longer line is a write of its own, which the kernel may mix with the writes of
+    others.
     """
     return data.rfind(b"\n", begin, begin + select.PIPE_BUF) + 1 or data.index(b"\n", begin) + 1
 

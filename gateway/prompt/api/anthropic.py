@@ -26,7 +26,7 @@ _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """The choices in vLLM's conversion of Messages requests that depend on the chat template."""
+    """The two choices in vLLM's conversion of `/v1/messages` requests that depend on the model's chat template."""
 
     system_first: bool  # system messages inside the conversation are moved to the front
     disabled_effort: str | None  # the reasoning_effort for thinking "disabled"; None: vLLM does not read `thinking`
@@ -35,14 +35,15 @@ class Habits:
 def habits(
     template: ChatTemplate | ProgramTemplate | None, others: Sequence[str] = (), replaces_own: bool = False
 ) -> Habits:
-    """Return vLLM's choices for converting Messages requests, which it makes at its start.
+    """Return how vLLM converts the `/v1/messages` requests of a model with these chat templates.
 
-    vLLM makes them by rendering test conversations with its templates.
+    vLLM decides this when it starts, by rendering test conversations with the templates.
 
-    `template`: the template for requests without tools; None: there is none, and system messages come first.
-    `others`: the sources of the templates for other requests. If the engine writes this model's conversations by rules
-        of its own (`template` is a ProgramTemplate), vLLM tests only these.
-    `replaces_own`: the template was given with --chat-template; releases before 0.31 test only such a template.
+    `template`: the template for requests without tools, or None if there is none. Without one, system messages come
+    first.
+    `others`: the sources of the model's other templates. Only these are tested if `template` is a ProgramTemplate,
+        which means that the engine writes conversations by rules in its own code.
+    `replaces_own`: the template was given with --chat-template. Releases before 0.31 test only such a template.
     """
     if template is None or (not template.quirks.asks_template and not replaces_own):
         return Habits(True, None)

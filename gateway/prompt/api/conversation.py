@@ -42,7 +42,7 @@ class Rounded(Exception):
 
 
 class Unknown(Exception):
-    """Raised for a message whose rendering by an engine the gateway cannot know.
+    """Raised for a message that engines may render in a way that the gateway does not know.
 
     `known`: the number of messages before this one.
     """
@@ -58,11 +58,11 @@ class MediaPlacing(Protocol):
     """An object that decides what a chat template gets in place of images, sound and video."""
 
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
-        """Return what the template gets in place of a content part that is not text; None: nothing.
+        """Return what the template gets in place of a content part that is not text, or None to leave the part out.
 
-        `part`: the content part of the request. `more`: those of its fields that no engine knows; they are added to
-        what a template that loops over parts gets. `as_parts`: whether the template loops over parts, and gets a part
-        instead of a text.
+        `part`: the content part, as the request has it. `more`: the fields of the part that mean nothing to vLLM, which
+        it passes on to a template that loops over parts. `as_parts`: whether the template loops over parts. If so, it
+        gets a part, else a text.
         """
 
 
@@ -127,18 +127,19 @@ def conversation(
 ) -> list[dict[str, Any]]:
     """Convert the messages of a chat request to what the template gets as `messages`.
 
-    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so it gets a text as
-        `[{"type": "text", "text": ...}]`.
+    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so it gets a text as `[{"type":
+        "text", "text": ...}]`.
     `knows_developer`: if False and there are developer messages, these and all system messages are merged into one
         system message at the front.
     `by_schema`: the API passes tool calls through vLLM's schema, as all APIs but Responses do. The schema puts their
         keys in its own order, which is visible if a template dumps them as JSON.
     `quirks`: how the engine's version differs from the newest one.
-    `reads`: the keys of MAY_BE_UNLIKE that the template may read.
+    `reads`: which of the keys `thinking`, `tools` and `tool_call_id` the template may read. Only some releases of
+        transformers pass these keys to it (MAY_BE_UNLIKE).
     `media`: decides what replaces parts that are not text.
 
-    Raises ApiError for what is no conversation, Multimodal for a part that is not text if `media` is None, and
-    Unroutable where the result depends on the engine's release of transformers.
+    Raises ApiError if `messages` is no valid conversation, Multimodal for a part that is not text if `media` is None,
+    and Unroutable if the result depends on the engine's release of transformers.
     """
     talk: list[dict[str, Any]] = []
     try:
@@ -159,9 +160,9 @@ def _as_transformers_hands_on(
 ) -> list[dict[str, Any]]:
     """Return the messages as transformers passes them to the template.
 
-    Since 5.20 it drops keys whose value is None, and since 5.21 it copies `reasoning` to `thinking`. `reads`: the keys
-    of MAY_BE_UNLIKE that the template may read. Raises Unroutable if the engine may run with releases that differ in a
-    key that the template reads.
+    Since 5.20 transformers drops keys whose value is None, and since 5.21 it copies `reasoning` to `thinking`. `reads`:
+    which of the keys `thinking`, `tools` and `tool_call_id` the template may read. Raises Unroutable if the template
+    reads a key that some of the engine's possible releases pass on and others do not.
     """
     if quirks.drops_none is not False and any(None in message.values() for message in talk):
         if quirks.drops_none is None:
@@ -367,10 +368,11 @@ def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
 
 
 def tool_schemas(tools: Any, as_given: bool = False) -> list[dict[str, Any]] | None:
-    """Return a chat request's `tools` as the template gets them: only with keys that vLLM's schema has.
+    """Return a chat request's `tools` as the chat template gets them, or None if the request has none.
 
-    The keys are in the order of the schema. With `as_given` they are as SGLang leaves them: a function's keys in the
-    client's order, and a `defer_loading` of null where the client gave none. Raises ApiError.
+    vLLM drops the keys that its schema does not have, and puts the others in the schema's order. `as_given`: do as
+    SGLang does instead, which keeps a function's keys in the client's order, and adds `defer_loading` with the value
+    null to tools that lack it. Raises ApiError.
     """
     if tools is None:
         return None

@@ -53,10 +53,10 @@ def is_form(content_type: str) -> bool:
 
 
 def reader(names: Collection[str] = ()) -> Reader:
-    """Return a function that reads the model and the members of these names from a body, given its content type.
+    """Return a function that reads the model and the members `names` from a body, given the body's content type.
 
-    If a body has several members of one name, in whatever spelling, the last one is returned. Engines also use the last
-    one.
+    If a body has several members of one name, the last one is returned, even if the names are spelled with different
+    JSON escapes. Engines also use the last one.
     """
     fields = [("model", Any, None), *[(name, msgspec.Raw, _ABSENT) for name in names]]
     decode = msgspec.json.Decoder(msgspec.defstruct("Members", fields)).decode
@@ -91,9 +91,9 @@ def named_model(content_type: str, body: bytes) -> str | None:
 def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedMembers:
     """Read the model and the wanted fields of a multipart form.
 
-    `delimiter`: the boundary with its leading hyphens. If several fields have one name, the last one is returned, which
-    is also the one that engines use: the permissions of API keys depend on this agreement. Returns `_UNREAD` for a form
-    that cannot be read to its end, or that an engine could read differently.
+    `delimiter`: the boundary with its leading hyphens. `wanted`: the names of the fields. If several fields have one
+    name, the last one is returned. Engines also use the last one, and the permissions of API keys depend on this
+    agreement. If the form cannot be read to its end, or an engine could read it differently, both results are None.
     """
     model, members = None, {}
     at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
@@ -118,9 +118,10 @@ def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedM
 
 
 def _field_of(header: bytes, wanted: Collection[bytes]) -> bytes | None:
-    """Return the field name in the header of a form's part, or None if the header has an unusual form.
+    """Return the field name in the header of a form's part, or None if the part must not be interpreted.
 
-    None is also returned for a file whose field has one of the wanted names.
+    That is so for a header of unusual form, which engines may read differently, and for a file that is uploaded under
+    one of the names in `wanted`.
     """
     lines = header.split(b"\r\n")
     if not all(map(_PLAIN_HEADER.fullmatch, lines)):

@@ -75,9 +75,9 @@ _SELDOM = _INTEGERS.union(*_INTEGERS_OF.values()) | {
 
 
 class ExactFloat(float):
-    """A float that was written with a decimal point or an exponent, so it is no rounded integer.
+    """A float that a request's JSON writes with a decimal point or an exponent, so engines read the same value.
 
-    An engine reads the same float from the request.
+    Any other float may be a long integer that the faster parser has rounded.
     """
 
 
@@ -204,7 +204,7 @@ def _is_list(prompts: Any) -> bool:
 
 
 def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
-    """Read the fields that most requests lack (`_SELDOM`) into the prompt, and return the session or None.
+    """Read fields that most requests lack, such as `n`, into the prompt; return the session or None.
 
     `session`: the session that the request headers name, or None. It takes precedence over one in the body. Raises
     ApiError.
@@ -414,7 +414,7 @@ def from_embeddings(request: dict[str, Any]) -> Chat:
 
 
 def _steered(request: dict[str, Any], tools: Any, add_prompt: bool, effort: Any = None, documents: Any = None) -> Chat:
-    """Return the conversation of a request whose fields set rendering options. Raises ApiError or Unroutable.
+    """Return a request's conversation with the rendering options from its fields. Raises ApiError or Unroutable.
 
     `tools`: the tools as the template gets them; `add_prompt`: the default of `add_generation_prompt`; `effort` and
     `documents`: the values of the template variables `reasoning_effort` and `documents`.
@@ -436,11 +436,12 @@ def _steered(request: dict[str, Any], tools: Any, add_prompt: bool, effort: Any 
 def template_variables(
     request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
 ) -> dict[str, Any]:
-    """Return the template variables: `chat_template_kwargs`, overridden by the request's own fields.
+    """Return the variables for a chat template: those in `chat_template_kwargs`, overridden by the arguments.
 
     `add_prompt`, `go_on`, `effort` and `documents`: the values of `add_generation_prompt`, `continue_final_message`,
-    `reasoning_effort` and `documents`. Variables whose value is None or "auto" are left out, and so are those with the
-    name of a Jinja global. Raises ApiError, or Unroutable if the request brings a chat template.
+    `reasoning_effort` and `documents`. An `effort` also sets `enable_thinking`, unless `chat_template_kwargs` sets it.
+    Variables whose value is None or "auto" are left out, and so are those with the name of a Jinja global. Raises
+    ApiError, or Unroutable if the request brings a chat template.
     """
     own = request.get("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
@@ -475,10 +476,10 @@ def most_ids(given: Any) -> int:
 
 
 def forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
-    """Return the prompt ids in `kv_transfer_params`, which engines use in place of the messages, or None.
+    """Return the prompt's token ids in `kv_transfer_params`, which engines use in place of the messages, or None.
 
     The ids are returned as uint32 bytes. `past_media`: the engine uses the ids even if the request has images, sound,
-    video or `echo`, as vLLM up to 0.31 does; if False, the result is None for such requests. Raises ApiError for
+    video or `echo`, as vLLM up to 0.31 does. If False, the result is None for such requests. Raises ApiError for
     invalid ids.
     """
     if not past_media and (request.get("echo") or has_media(request.get("messages"))):

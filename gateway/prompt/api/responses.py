@@ -72,11 +72,11 @@ def refuse_kept_conversations(request: dict[str, Any]) -> None:
 
 
 def _add_items(messages: list[dict[str, Any]], given: list[dict[str, Any]]) -> tuple[Unknown | None, int]:
-    """Convert input items to messages and append these to `messages`, up to the first item that cannot be converted.
+    """Convert input items to messages, append these to `messages`, and stop at the first item that cannot be converted.
 
-    Returns why the conversion stopped, and the index of the first item that is not in `messages`; None and 0 if all
-    items were converted. If the item that stopped it may belong to an assistant's turn, the turn is left out as a
-    whole, because all items of a turn share one message.
+    Returns (None, 0) if all items were converted. Otherwise returns the reason, and the index of the first item that is
+    not part of `messages`. All items of an assistant's turn share one message. If the conversion stops at an item that
+    may belong to such a turn, the whole turn is left out.
     """
     whole = len(messages)  # the number of messages that no further item can change
     of = 0  # the number of items that these messages were made of

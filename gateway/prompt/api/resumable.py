@@ -49,8 +49,8 @@ TOOLS, FIELD = "tools", "field"
 def _reader(names: frozenset[str], **settings: Any) -> msgspec.json.Decoder[Any]:
     """Return a JSON decoder that keeps the fields of these names as raw bytes and skips all others.
 
-    `settings`: options of `msgspec.defstruct`. The decoder builds no objects from the fields, so a body of 180,000
-    members takes a tenth of the time.
+    `settings`: options of `msgspec.defstruct`. The decoder builds no objects from the fields. For a body of 180,000
+    members, building them would take ten times as long.
     """
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(names)]
     return msgspec.json.Decoder(msgspec.defstruct("_Fields", fields, **settings))
@@ -66,12 +66,15 @@ _LARGE = object()  # stands for a larger value; it is true, so the field counts 
 class Terms:
     """The conditions under which an interrupted answer to a request can be resumed on another replica.
 
-    `kept`: raw members of the JSON body that mean the same for the rest of the answer, joined by commas.
-    `no_ids`: why the answer cannot be resumed from its token ids (TOOLS or FIELD), or "".
-    `greedy`: the temperature is 0, so the same prompt gets the same answer.
-    `tells_ids`: the client itself asks for token ids.
+    `kept`: the members of the request's JSON body that a request for the rest of the answer repeats unchanged, as raw
+        JSON joined by commas.
+    `no_ids`: why the rest cannot be requested with the answer's token ids: TOOLS if a tool call may have begun, FIELD
+        if another field of the request forbids it, "" if it can.
+    `greedy`: the temperature is 0, so repeating the request gives the same answer.
+    `tells_ids`: the client asks for token ids (`return_token_ids`).
     `least`: the answer's minimum length in tokens, or 0.
-    `stored`: the request concerns a stored response.
+    `stored`: the request concerns a response that the engine stores, because it has `previous_response_id`,
+        `conversation` or `background`.
     """
 
     kept: bytes = b""
@@ -83,7 +86,10 @@ class Terms:
 
     @property
     def why_strange(self) -> str:
-        """The reason to report if a stream is not resumed because it had an event of an unknown type."""
+        """The reason that is reported if a stream is not resumed because it had an event of an unknown type.
+
+        It is TOOLS ("tools") if the event may belong to a tool call, else "events".
+        """
         return TOOLS if self.no_ids == TOOLS else "events"
 
     def rest(self, path: str, ids: bytes, written: int, limit: int | None, around: tuple[bytes, bytes]) -> bytes:
@@ -91,7 +97,7 @@ class Terms:
 
         `ids`: the token ids of the prompt and of the answer so far (uint32, little endian). `written`: the number of
         tokens of the answer so far. `limit`: the most tokens that the whole answer may have, or None. `around`: the
-        bytes to write before and after the ids in a chat's body.
+        JSON text before and after the ids in a chat's body, which names the field in which the engine takes them.
         """
         fields: dict[str, Any] = {"return_token_ids": True}
         if limit is not None:
@@ -135,9 +141,10 @@ def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
 
 
 def _given(reader: msgspec.json.Decoder[Any], body: bytes) -> dict[str, bytes]:
-    """Return the fields of a body that `reader` keeps, as raw JSON by name, without those of `_IN_PROMPT`.
+    """Return the fields of a request body that `reader` keeps, as raw JSON by name.
 
-    The effect of the fields of `_IN_PROMPT` is contained in the prompt's token ids.
+    Fields such as `messages`, `prompt` and `documents` are left out (`_IN_PROMPT`), because the prompt's token ids
+    already contain their effect.
     """
     found = reader.decode(body)
     raw = {name: bytes(getattr(found, name)) for name in found.__struct_fields__ if name not in _IN_PROMPT}

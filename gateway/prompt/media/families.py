@@ -34,7 +34,8 @@ class Family(NamedTuple):
 
     The chat template prints the token `placeholder` once for each image, and the engine replaces it by the image's
     tokens, which `expansion` returns. All of these tokens, including markers before and after the image, belong to the
-    image in block hashes. `joining`: the engine's last changes to the tokens around images, or None.
+    image in block hashes. `joining`: a function that makes the engine's last changes to the tokens around images, such
+    as merging newlines; None: there are no such changes.
     """
 
     name: str

@@ -45,9 +45,9 @@ _CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
 
 
 class _NotKnown(Exception):
-    """Raised if the blocks of a prompt with images, sound or video are not known.
+    """Raised if the block hashes of a prompt with images, sound or video cannot be computed.
 
-    Its argument says why, as a key of `prompt.MEDIA`.
+    Its argument is a key of the dictionary `prompt.MEDIA`, which says the reason in words.
     """
 
 
@@ -77,15 +77,15 @@ class Media:
         rule: str | None,
         context: int,
     ) -> None:
-        """Set the block hashes and token count of a conversation with images, sound or video.
+        """Set the block hashes and token count of a conversation with images, sound or video ("items").
 
         Changes `prompt`: all blocks are exact (mode "media"), or only those before the first item (mode "partly").
-        `seed`: the hash that the chain of block hashes starts from. `rule`: how the engines name images in block hashes
-        (`identity.FRAMED` or `identity.PLAIN`), None where that is not known. `context`: the most tokens that a prompt
-        may have.
+        `seed`: the hash that the chain of block hashes starts from. `rule`: how the engines' version names images in
+        block hashes, `identity.FRAMED` (vLLM 0.32) or `identity.PLAIN` (0.28); None: that is not known. `context`: the
+        most tokens that a prompt may have.
 
-        Raises Unroutable, Multimodal for parts that no engine is known to accept, what rendering raises, and TakesLong
-        on the event loop.
+        Raises Unroutable if the request asks for truncation, Multimodal for parts that no engine is known to accept,
+        any error of rendering, and TakesLong on the event loop.
         """
         if may_cut(request):
             raise Unroutable("truncation of a prompt with media")
@@ -141,8 +141,8 @@ def _expanded(family: Family, tokens: Ids, images: list[_Image], context: int) -
     """Return a prompt's token ids with each image's tokens in place of its placeholder, and the images' spans.
 
     `tokens`: the ids with placeholders; `context`: the most tokens that the result may have. The ids are returned as
-    uint32 bytes. Raises _NotKnown, and TakesLong on the event loop. Uses array operations and no loop over the tokens,
-    because there may be 999 images of 36 runs.
+    uint32 bytes. Raises _NotKnown, and TakesLong on the event loop. The work is done by array operations, because a
+    prompt may have 999 images, each with 36 runs of equal tokens.
     """
     places = np.flatnonzero(tokens == family.placeholder)
     if len(places) != len(images):

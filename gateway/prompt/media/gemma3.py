@@ -54,7 +54,10 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
 
 
 def _name(files: Files, name: str) -> str | None:
-    """Return the text of the token that tokenizer_config.json names `name`, or None if it gives none or two."""
+    """Return the text of the special token that tokenizer_config.json calls `name`, for example `boi_token`.
+
+    Returns None if the file gives no token of this name, or two different ones.
+    """
     extra = files.tokenizer.get("extra_special_tokens")
     told = [files.tokenizer.get(name), extra.get(name) if isinstance(extra, dict) else None]
     found = {one.get("content") if isinstance(one, dict) else one for one in told if one is not None}
@@ -63,12 +66,15 @@ def _name(files: Files, name: str) -> str | None:
 
 
 def join(newlines: Sequence[int], ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-    """Merge adjacent newline tokens in three passes over a prompt, as vLLM does, and return the new ids and starts.
+    """Merge adjacent newline tokens of a prompt as vLLM does; return the new token ids and positions of the images.
 
-    `newlines`: the tokens of one to four newlines. `starts` and `lengths`: the positions of the images' first tokens,
-    and the images' numbers of tokens. After merging, vLLM searches the prompt for each image's tokens, and reads a
-    token of three newlines as one newline followed by two. It does not find an image whose last two newlines were
-    merged with one after them, and refuses the prompt. The result is then None.
+    `newlines`: the tokens of one, two, three and four newlines. `starts`: the positions of the images' first tokens.
+    `lengths`: the images' numbers of tokens. vLLM merges in three passes, one for each pair of tokens that becomes one
+    token.
+
+    Returns None if the two newlines at an image's end are merged with a newline after the image. vLLM then does not
+    find the image's tokens in the prompt, and refuses the prompt. It does find an image after a merged newline, because
+    it reads a token of three newlines as one newline followed by two.
     """
     one, two, three, four = newlines
     for first, second, both in ((one, two, three), (two, one, three), (two, two, four)):

@@ -90,8 +90,9 @@ def _decoded(piece: str, last: bool) -> bytes:
 def _begin(image: Image, size: int, rule: str) -> Iterable[bytes]:
     """Return the byte strings that vLLM hashes before an image's own bytes.
 
-    `size`: the number of the image's bytes; `rule`: FRAMED or PLAIN. For an image that is not RGB they include the
-    settings by which vLLM converts it to RGB.
+    `size`: the number of the image's bytes. `rule`: how the engine's version joins the hashed parts, FRAMED (vLLM 0.32)
+    or PLAIN (0.28). For an image that is not RGB, the byte strings include the settings by which vLLM converts it to
+    RGB.
     """
     white = struct.pack("<q", _WHITE)
     if rule == PLAIN:

@@ -43,10 +43,10 @@ class Image(NamedTuple):
 
 
 def read(head: bytes) -> tuple[Image, tuple[bytes, ...]]:
-    """Return the size and colours of an image, and the byte strings that must not occur anywhere in its data.
+    """Return an image's size and colours, and byte strings whose presence in its data would make the size uncertain.
 
-    `head`: the first HEAD_BYTES bytes of the image. Where one of the byte strings occurs, an engine may rotate the
-    image in a way that is not read here. Raises Unreadable.
+    `head`: the image's first 192 KiB (HEAD_BYTES). The byte strings begin metadata by which an engine may rotate the
+    image, and which is not interpreted here. The caller searches all of the image for them. Raises Unreadable.
     """
     marks = TURNING
     try:

@@ -101,7 +101,8 @@ class _Budget:
     def made(self, value: Any) -> Any:
         """Reduce the budget by the size of a value that an operation has made, and return the value.
 
-        Raises TemplateError if the value is too large for the budget, or is an integer of more than 4,096 bits.
+        Raises TemplateError if the value is too large for the budget, an integer of more than 4,096 bits, or a range of
+        integers of more than 53 bits.
         """
         if type(value) is str:
             self.spend(len(value))
@@ -136,10 +137,11 @@ class _Budget:
             yield value
 
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Raise TemplateError if a filter or method could exceed the budget; called before it runs.
+        """Raise TemplateError if calling a filter or method could exceed the budget, or if templates must not use it.
 
-        `name`: its name; `subject`: the value that it is applied to; `args` and `named`: its other arguments. The
-        budget is reduced for searches that compare each character of the subject with each of an argument.
+        `name`: the name of the filter or method; `subject`: the value that it is applied to; `args` and `named`: its
+        other arguments. It is called before the filter or method runs. Some searches compare each character of the
+        subject with each character of an argument. Their cost is taken off the budget here.
         """
         given = (*args, *named.values())
         if name in _REFUSED or (name == "sum" and any(isinstance(one, _CONTAINERS) for one in given)):  # joins lists
@@ -322,9 +324,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count(node: nodes.Node) -> int:
-    """Change a template's syntax tree so that rendering it reduces the budget; return the cost of running it once.
+    """Rewrite a node of a template's syntax tree so that rendering it reduces the budget; return the cost of one run.
 
-    Each loop, macro and block gets a step that pays for its body, and expressions are wrapped by `_paying`.
+    Each loop, macro and block gets a step that reduces the budget whenever its body runs. Expressions are replaced by
+    what `_paying` returns for them.
     """
     cost = NODE
     for name, value in node.iter_fields():
@@ -348,9 +351,10 @@ def _count(node: nodes.Node) -> int:
 
 
 def _paying(parent: nodes.Node, field: str, node: nodes.Node) -> nodes.Node:
-    """Return the node to put in place of the expression `node`, so that evaluating it reduces the budget.
+    """Return a node that evaluates the expression `node` and reduces the budget by what that costs.
 
-    `parent` and `field`: the node, and its field, that hold the expression.
+    `parent` and `field`: the node that holds the expression, and the name of its field there. The expression is
+    returned unchanged if the steps that `_count` adds already pay for it.
     """
     if isinstance(node, nodes.Concat):
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "~", node.lineno)

@@ -59,7 +59,12 @@ def seconds_to_next_look(now: float) -> float:
 
 
 def another_time(moment: datetime, hours: int) -> datetime:
-    """Return another time of the same day: the hour moved on by `hours`, all that is smaller by multiples of it."""
+    """Return another time on the same day as `moment`, with another hour, minute, second and microsecond.
+
+    `hours`: the number of hours by which the hour moves on; the minutes and seconds move on by multiples of it. With
+    `hours` 0 only the microsecond differs. A conversation is rendered at several such times to find where the template
+    prints the time.
+    """
     return moment.replace(
         hour=(moment.hour + hours) % 24,
         minute=(moment.minute + 7 * hours) % 60,
@@ -77,7 +82,7 @@ class Clock:
         self.zones: frozenset[int] | None = None
 
     def moments(self) -> list[datetime]:
-        """Return the present date and time of the engines, one for each date that it may be in their time zones.
+        """Return the present date and time of the engines, once for each date that their time zones allow.
 
         The time of day is the gateway's own.
         """

@@ -57,11 +57,12 @@ class Compiler:
         tools: Any,
         variables: dict[str, Any],
     ) -> Plan:
-        """Return a plan for conversations of this shape whose texts answer the template's questions as these do.
+        """Trace the template on a conversation, and return its compiled form for similar conversations, a plan.
 
-        `shape`: the roles, fields and other structure of the conversation and its request; `slots`: the texts that
-        `shape.describe` found in the conversation. Raises Untraceable, or whatever the template raises. Not thread
-        safe, because the run is recorded in the environment.
+        The plan holds for conversations of the same shape whose texts give the same answers to the template's
+        questions. `shape`: the roles, fields and other structure of the conversation and its request; `slots`: the
+        texts that `shape.describe` found in the conversation. Raises Untraceable, or whatever the template raises. Not
+        thread safe, because the run is recorded in the environment.
         """
         if _RESERVED.search(repr((shape, tools, variables))):
             raise Untraceable("the request contains Unicode non-characters outside its texts")
@@ -92,10 +93,11 @@ class Compiler:
         return Plan(segments, shared)
 
     def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
-        """Group the output of the traced template into segments.
+        """Group the output of the traced template into segments, which can be tokenized separately.
 
-        A segment ends before the first added token after one of its texts at which a text may be cut. `pieces`: the
-        output's literals, in turn with the numbers of the markers that stand for texts.
+        `pieces`: literals and numbers of markers in turn. A marker stands for a text of the conversation. If the
+        literal after a text has an added token before which a text may be cut, the segment ends before the first such
+        token.
         """
         segments: list[Segment] = []
         current: list[Any] = [pieces[0]]
@@ -118,7 +120,7 @@ def _segment(pieces: list[Any]) -> Segment:
 
 
 def _renumber(value: Any) -> Any:
-    """Return a template's question about a text with the text renumbered as slot 0.
+    """Return a template's question about one text, with index 0 in place of the text's index in the conversation.
 
     In this form a segment asks the question about its own text. `value`: the question, or a part of it.
     """

@@ -12,11 +12,12 @@ from jinja2 import nodes
 
 
 def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_namespaces: bool = True) -> bool:
-    """Return whether the template loops over message content, so that it gets parts (vLLM's format "openai").
+    """Return whether vLLM gives the template message contents as lists of parts, because the template loops over them.
 
-    `look_into_macros`: whether a loop over a macro's parameter is found by looking for a call that passes a message's
-    content in it; if False, it is found only by the parameter name "content". `follow_namespaces`: whether messages are
-    recognized in a namespace, too; if False, a template that puts them into one gets text.
+    `tree`: the template's syntax tree. `look_into_macros`: a loop over a macro's parameter counts if some call of the
+    macro passes a message's content in it; if False, it counts if the parameter's name is "content".
+    `follow_namespaces`: messages that the template puts into a namespace are recognized; if False, such a template gets
+    texts. Versions of vLLM differ in both.
     """
     names = [*_aliases(tree, "messages", follow_namespaces)]
     if not follow_namespaces and any("." in name for name in names):

@@ -132,11 +132,11 @@ class Renderer:
         return same[: max([0, *(same.rfind(cut) for cut in self._cuts)])]
 
     def known_beginning(self, chat: Chat, known: int, rest: Sequence[Any]) -> str:
-        """Return the rendered text of a conversation's first `known` messages that no later message can change.
+        """Return the part of a conversation's rendered text that its first `known` messages determine on their own.
 
-        It may be "". `rest`: the messages after these, as received. Only their roles are used, because some templates
-        print all system texts at the front. Raises Unknown if it is not known what an engine makes of one of the first
-        messages.
+        This text stays the same whatever messages follow, and may be "". `rest`: the later messages, as received. Only
+        their roles are used, because some templates print all system texts at the front. Raises Unknown if engines may
+        render one of the first messages in a way that is not known here.
         """
         roles = {one.get("role") for one in rest if isinstance(one, dict)}
         tails = _TAILS if roles.isdisjoint(_FIRST) else _LATE_TAILS
@@ -176,10 +176,10 @@ class Renderer:
         return not self._moments(None)
 
     def _moments(self, at: datetime | None) -> list[datetime]:
-        """Return the dates and times that the engines may print now; [] if what they print is certain.
+        """Return the dates and times that engines may print if they render now; [] if what they print is certain.
 
-        `at`: a time on the day that the template prints, if that day is known, else None. The time of the day is not
-        known in either case.
+        `at`: a time on the day that engines print, or None if the day depends on their time zones. The time of the day
+        is not known in either case.
         """
         if not self.template.prints_date:
             return []
@@ -228,10 +228,11 @@ class Renderer:
         return result
 
     def _checked(self, result: Found, plan: Plan, seed: int, slots: Sequence[Any], chat: Chat, lead: bytes) -> Found:
-        """Compare a plan's result with rendering and tokenizing as the engine does it; return the correct result.
+        """Compare the result of a plan with rendering and tokenizing as the engine does it; return the correct result.
 
-        `result`: what the plan gave; `slots`: the conversation's texts. If the comparison fails twice, all plans of the
-        template are given up.
+        `plan`: the compiled form of the template that was used; `result`: what it gave; `slots`: the conversation's
+        texts; `lead`: special tokens before the text's tokens. If the comparison is repeated and fails again, all plans
+        of the template are dropped, and no more are compiled.
         """
         text = self.text(chat)
         if result[0] == lead + self.tokenizer.encode(text):
@@ -357,7 +358,7 @@ def _common(one: str, other: str) -> str:
 
 
 def _size(shape: Any, entry: tuple[Any, ...]) -> int:
-    """Return the size of a cache entry in bytes, which is stored as its last item because computing it takes long."""
+    """Return the size of a cache entry in bytes: its last item, stored there because computing it takes long."""
     return entry[-1]
 
 
@@ -393,8 +394,8 @@ def _digest(given: Any) -> bytes | None:
 def _plain(messages: Any) -> tuple[tuple[str, ...], list[str]] | None:
     """Return the roles and the contents of messages if each consists of a known role and a text only, else None.
 
-    This takes 0.12 us a message. It is a loop because `map`, `zip` and sets would take 1.6 times the instructions for
-    16 messages, and 2.6 times for two.
+    This takes 0.12 us for each message. The code is a loop because `map`, `zip` and sets would need 1.6 times as many
+    instructions for 16 messages, and 2.6 times as many for two.
     """
     if type(messages) is not list or not messages:
         return None

@@ -240,11 +240,11 @@ def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[
 
 
 def cut_at_tag(rendered: str, final_text: str) -> str:
-    """Return the rendered text up to the tag that marks the end of the message to be continued.
+    """Return the rendered text before the tag that marks the end of the message to be continued.
 
-    The tag ends with a blank. If this blank is missing, the template strips messages, and without the tag it would have
-    stripped the blanks at the end of the message, so these are cut off as well. `final_text`: the message's text
-    without the tag. Raises TemplateError if the template drops the message.
+    The tag ends with a blank. A template that strips messages removes this blank. Without the tag it would have removed
+    the blanks at the end of the message, so these are removed here. `final_text`: the message's text without the tag.
+    Raises TemplateError if the template drops the message.
     """
     bare = _CONTINUE_TAG.strip()
     at = rendered.rfind(bare)

@@ -27,7 +27,7 @@ MARKER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 
 class Slot(NamedTuple):
-    """A reference to the text of the conversation with this index."""
+    """A reference to one text of the conversation by the text's index."""
 
     index: int
 
@@ -74,33 +74,38 @@ class Trace:
         return Text(raw, value, self) if isinstance(value, str) else Json(raw, value, self)
 
     def derive(self, method: str, raw: str, args: tuple, value: str, index: int | None = None) -> Text:
-        """Return a stand-in for the result of calling `method` with `args` on the text that `raw` stands for.
+        """Return a stand-in for the result of a string method, such as `strip`, that the template calls on a stand-in.
 
-        `index`: if it is not None, the stand-in is for the item of the result with this index. `value`: what the
-        stand-in stands for in the traced conversation.
+        `method` and `args`: the method and its arguments. `raw`: the characters of the stand-in that it is called on,
+        literals and markers. `index`: the position of the result's item to stand for, if the method returns several, as
+        `split` does; else None. `value`: the text that the new stand-in stands for in the traced conversation.
         """
         return Text(self._mark((method, raw, args, index)), value, self)
 
     def lift(self, raw: str) -> str:
-        """Return a stand-in for a string that holds markers, and any other value unchanged."""
+        """Return a stand-in for `raw` if it is a string with markers, which stand for texts, else `raw` unchanged."""
         if type(raw) is str and OPEN in raw:
             return Text(raw, self.fill(raw), self)
         return raw
 
     def fill(self, raw: str) -> str:
-        """Return the text that `raw` stands for in the traced conversation."""
+        """Return the text of the traced conversation that `raw`, a string of literals and markers, stands for."""
         return text_of(self._operand(raw), self.slots)
 
     def ask(self, method: str, raw: str, args: tuple, answer: Any) -> Any:
-        """Record a question and return its answer.
+        """Record a question that the template asks about a text, and return its answer.
 
-        The question is what `method` returns for the text that `raw` stands for, with the arguments `args`.
+        `method` and `args`: the question, for example the string method `startswith` and its arguments. `raw`: the
+        literals and markers that stand for the text. `answer`: the answer for the traced conversation.
         """
         self.questions.append((method, raw, args, answer))
         return answer
 
     def expand(self, number: int) -> Expression:
-        """Return the expression of the marker with this number, with the markers in its operand resolved."""
+        """Return the expression that says how the text of a marker is computed from the conversation's texts.
+
+        `number`: the marker's number. Markers inside the expression are replaced by their own expressions.
+        """
         expression = self.expressions[number]
         return expression if isinstance(expression, Slot) else self.expand_question(expression)
 
@@ -133,9 +138,9 @@ def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
 
 
 def text_of(operand: tuple, slots: Sequence[Any]) -> str:
-    """Return the text of an operand, which is a tuple of literals and expressions, for the texts of a conversation.
+    """Return the text that an operand stands for in a conversation with the texts `slots`.
 
-    `slots`: the texts of the conversation.
+    `operand`: a tuple of literals and of expressions, which say how a text is computed from the conversation's texts.
     """
     return "".join([piece if type(piece) is str else str(evaluate(piece, slots)) for piece in operand])
 
@@ -189,10 +194,10 @@ def _value(operand: tuple, slots: Sequence[Any]) -> Any:
 
 
 def apply(method: str, operand: Any, args: tuple) -> Any:
-    """Return the result of asking a question about a text, or of transforming it, as a template did.
+    """Return the answer to a question about a text, or the result of transforming the text, as in a template.
 
-    `method`: a name in `_OWN`, or the name of a method of str; `operand`: the text, or what else the method takes;
-    `args`: the method's arguments.
+    `method`: the name of a method of str, or of another operation in `_OWN`, such as "len"; `operand`: the value that
+    it is applied to, usually the text; `args`: its further arguments.
     """
     own = _OWN.get(method)
     return own(operand, *args) if own else getattr(operand, method)(*args)
@@ -247,9 +252,9 @@ class Text(str):
         return self
 
     def __repr__(self) -> str:
-        """Return a stand-in for the text's repr, which Python uses for a list of texts.
+        """Return a stand-in for the text's repr, which is printed if a template prints a list of texts.
 
-        The quotes and escapes of a repr depend on the text as a whole.
+        The repr has a marker of its own, because its quotes and escapes depend on the text as a whole.
         """
         return self._trace.derive("repr", raw_of(self), (), repr(self._value))
 

@@ -154,16 +154,17 @@ class TracingEnvironment(plain.Sandbox):
         return self.trace.derive("json", value._raw, (tuple(options.items()),), dumped)
 
     def _inner(self, marker: str) -> Text:
-        """Return a stand-in for the JSON form, without its quotes, of the text that a marker stands for."""
+        """Return a stand-in for a marker's text as JSON writes it inside a string, without the quotes around it."""
         dumped = json.dumps(self.trace.fill(marker), ensure_ascii=False)[1:-1]
         return self.trace.derive("json_inner", marker, (), dumped)
 
     def _escaped(self, value: Any, options: dict[str, Any]) -> Any:
-        """Return a copy of a value in which each marker is replaced by a marker for the JSON form of its text.
+        """Return a copy of a JSON value in which each stand-in is a plain string that may be dumped as JSON.
 
-        JSON escapes character by character, so the literals in a stand-in may be escaped separately from the texts that
-        its markers stand for. `_BARE` is put before and after the marker of an object, by which the quotes around it
-        are found and removed later. `options`: the arguments of `tojson`.
+        Each marker is replaced by a marker for the JSON form of its text. JSON escapes character by character, so the
+        literals in a stand-in may be escaped separately from these texts. The marker of an object stands between two
+        `_BARE` characters, by which the quotes around it are found and removed after dumping. `options`: the arguments
+        of `tojson`.
         """
         if isinstance(value, Text):
             return MARKER.sub(lambda found: raw_of(self._inner(found[0])), raw_of(value))

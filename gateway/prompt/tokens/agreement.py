@@ -65,10 +65,11 @@ class Answer(NamedTuple):
 
 
 def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Iterable[str] = ()) -> list[str]:
-    """Return the texts of which the engine's and the gateway's token ids are compared.
+    """Return the texts that an engine and the gateway both tokenize, to compare their token ids.
 
     `named`: the special tokens that a template may print, by name. `mentioned`: all texts that the model's files call a
-    token. Some of these may be tokens for the engine but not for the gateway, which no ordinary text would show.
+    token. An engine may treat some of these as tokens although the gateway does not, and ordinary texts would not show
+    this.
     """
     # The character UNSPOKEN at the start of a name keeps texts from spelling the token; without it the name is an
     # ordinary text.

@@ -70,7 +70,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
-    """Return the paths in a folder that match a glob pattern, sorted. Raises ModelError for more than MOST_FILES."""
+    """Return the sorted paths in a folder that match a glob pattern. Raises ModelError for more than 100 paths."""
     found = sorted(islice(directory.glob(pattern), MOST_FILES + 1))
     if len(found) > MOST_FILES:
         raise ModelError(f"{directory} has more than {MOST_FILES} files {pattern}")
@@ -79,9 +79,10 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 
 @contextmanager
 def using(*paths: Path) -> Iterator[None]:
-    """Return a context manager that turns any exception of its body into a ModelError that names these files.
+    """Return a context manager that turns an exception of its body into a ModelError that names these files.
 
-    For code that expects a certain form of what was read from the files. MemoryError is raised unchanged.
+    It is for code that expects a certain form of what was read from the files. ModelError and MemoryError are raised
+    unchanged.
     """
     try:
         yield

@@ -98,7 +98,8 @@ class Segment:
 class Plan:
     """The compiled form of a chat template for conversations of one shape, which differ only in their texts.
 
-    `literals`, `asks`: the digests of the same names of all segments, in order.
+    `literals`, `asks`: for each segment, the digest of the literals around its texts, and that of the template's
+    questions about its text. Cached prefixes are found by them.
     """
 
     segments: list[Segment]
@@ -150,8 +151,8 @@ class Generations(Generic[K, V]):
     dropped.
 
     Thread safe: in a race between two threads an entry may be lost, or its bytes miscounted until the next generation.
-    Readers for which a method call takes too long look into `young` and then `old` themselves, and call `keep` for what
-    they find in `old`.
+    Code that cannot afford the time of a method call reads `young` and then `old` itself, and calls `keep` for an entry
+    that it finds in `old`.
     """
 
     __slots__ = ("young", "old", "young_bytes", "_old_bytes", "_gone", "_gone_bytes", "_half", "_size")
@@ -343,7 +344,7 @@ def fits(plan: Plan, slots: Sequence[Any]) -> bool:
 
 
 def bare(texts: int) -> Plan:
-    """Return a plan for a prompt that is given as this many rendered texts: it has no literals and no questions."""
+    """Return a plan for a prompt that consists of `texts` rendered texts; it has no literals and no questions."""
     return Plan([_BARE] * texts, [])
 
 

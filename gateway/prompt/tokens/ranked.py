@@ -14,7 +14,7 @@ from .reading import Reading
 
 
 class RankedReadings:
-    """The only interpretation of a list of ranked tokens known here, with the interface of `reading.Readings`."""
+    """The one interpretation of a list of ranked tokens that is known here, with the interface of `Readings`."""
 
     mentioned: Sequence[str] = ()
 
@@ -30,8 +30,8 @@ class RankedReadings:
 
         `how`: the name of this interpretation, for messages; `make`: returns the tokenizer.json that is made of the
         files; `unknown`: why an engine may interpret the files differently; `named`: the special tokens that a template
-        may print, by name; `longest_run`: it is not known how a run of more blanks, or of more other characters, is
-        tokenized (0: no limit).
+        may print, by name; `longest_run`: the longest run of blanks, or of other characters, whose tokens are known (0:
+        any run).
         """
         self.unknown = unknown
         content = cache(make)  # some 25 MB, dropped by `let_go` and made again when it is needed
@@ -57,8 +57,9 @@ def tokenizer_json(
     """Return the content of a tokenizer.json that makes the same ids as a list of ranked tokens.
 
     `ranks`: the rank of each token, by the token's bytes; `pattern`: the regular expression that matches one word;
-    `special`: the ids of the special tokens by name; `in_vocabulary`: those of them that are in the vocabulary, too;
-    `first_id`: the id of the token with rank 0; `post_processor`: the part of tokenizer.json that adds special tokens.
+    `special`: the ids of the special tokens by name; `in_vocabulary`: the ids of the special tokens that are also part
+    of the vocabulary; `first_id`: the id of the token with rank 0; `post_processor`: the part of tokenizer.json that
+    adds special tokens around a text.
     """
     symbols = {rank: "".join(map(_SYMBOLS.__getitem__, token)) for token, rank in ranks.items()}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -76,9 +77,10 @@ def tokenizer_json(
 
 
 def _merges(ranks: Mapping[bytes, int], symbols: Mapping[int, str]) -> list[list[str]]:
-    """Return every pair of tokens that together are a token, ordered by the rank of that token.
+    """Return the pairs of tokens that form a token when joined, ordered by the rank of the joined token.
 
-    In this order merges are chosen as in tiktoken. `symbols`: how a byte-level vocabulary writes each token, by rank.
+    A tokenizer with these merges joins tokens in the same order as tiktoken. `ranks`: the rank of each token, by the
+    token's bytes; `symbols`: how a byte-level vocabulary writes each token, by rank.
     """
     rank_of, merges = ranks.get, []
     for token in sorted(ranks, key=ranks.__getitem__):

@@ -60,7 +60,7 @@ class Reading:
 class Readings:
     """The interpretations (Readings) that engines may make of one model's tokenizer files.
 
-    `before` is the one of transformers before 5.22, `since` the one of 5.22 and later.
+    `before`: the interpretation of transformers before 5.22; `since`: that of transformers 5.22 and later.
     """
 
     def __init__(self, directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -101,9 +101,9 @@ class Readings:
         return self.since, self.unknown or f"{transformers} has {self.since.how} or {self.before.how}"
 
     def all(self) -> Iterator[Reading]:
-        """Yield every Reading that an engine may make, made one by one, and some of them twice.
+        """Yield every Reading (interpretation of the tokenizer files) that an engine may make, some of them twice.
 
-        Each takes up to a second to make, and the memory of tokenizer.json.
+        The Readings are made one by one, because each takes up to a second, and the memory of tokenizer.json.
         """
         yield self.since
         yield self.before
@@ -273,10 +273,11 @@ def _metaspace(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_level(normalizer: Any, pattern: str = "") -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return `_Class.pipeline` for a class with a byte-level vocabulary.
+    """Return a function that gives the normalizer and pre-tokenizer of a tokenizer class with a byte-level vocabulary.
 
-    `normalizer`: its normalizer, as in tokenizer.json; `pattern`: the regular expression that matches one word, "":
-    that of ByteLevel itself.
+    The function takes the content of tokenizer_config.json, and is meant for `_Class.pipeline`. `normalizer`: the
+    class's normalizer, as tokenizer.json writes it; `pattern`: the regular expression that matches one word; "":
+    ByteLevel's own.
     """
 
     def pipeline(config: dict[str, Any]) -> dict[str, Any]:
@@ -336,8 +337,9 @@ _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 class _Files:
     """The tokenizer files of one folder, with the tokens that they name merged as transformers merges them.
 
-    `extra`: tokens without a name of their own; `decoder`: added tokens by id; `named`: the special tokens that every
-    class has, by name; `specific`: special tokens that only this model has, by name.
+    `extra`: additional special tokens, which have no names; `decoder`: added tokens by id; `named`: the special tokens
+    with names that all models use, such as `bos_token`; `specific`: special tokens with names that only this model
+    uses.
     """
 
     def __init__(
@@ -399,7 +401,7 @@ class _Files:
     def names(self, defaults: dict[str, str]) -> dict[str, Any]:
         """Return the special tokens by name (`bos_token` and others).
 
-        `defaults`: the tokens of those names for which the files have none.
+        `defaults`: by name, the tokens to use where the files give none.
         """
         padding = self.tokenizer.get("padding") or {}
         found = {"pad_token": padding.get("pad_token")} | defaults | self.named
@@ -472,10 +474,10 @@ def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken])
 
 
 def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
-    """Return whether adding the tokens to the vocabulary gives each of them the id that it has in tokenizer.json.
+    """Return whether transformers would give each added token the same id that it has in tokenizer.json.
 
-    False if the tokens to add are not those of tokenizer.json. `vocabulary`: the ids of the model's own tokens, by
-    text.
+    transformers adds the tokens to the vocabulary one after another. The result is False if the tokens that it adds are
+    not those of tokenizer.json. `vocabulary`: the ids of the model's own tokens, by text.
     """
     if files.decoder.keys() != files.own.keys():
         return False

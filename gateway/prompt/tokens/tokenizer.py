@@ -195,9 +195,9 @@ class Tokenizer:
     def encode_each(self, texts: list[str], special: bool) -> list[bytes]:
         """Return the token ids of texts that are separate prompts.
 
-        `special`: include the special tokens that the tokenizer adds around a text. Raises what `encode` raises.
-        TooLong refers to a single prompt. UnlikeEngine is also raised for a text that could spell the internal name of
-        a special token.
+        `special`: include the special tokens that the tokenizer adds around a text. Raises what `encode` raises;
+        TooLong concerns one prompt, not all together. UnlikeEngine is also raised for a text that could spell the name
+        that a special token has only inside the gateway.
         """
         if self._unspoken and any(UNSPOKEN in one for one in texts):
             raise UnlikeEngine("a text with Unicode non-characters")
@@ -285,5 +285,8 @@ def _standing_alone(added: list[dict[str, Any]]) -> frozenset[str]:
 
 
 def _pack(ids: list[int]) -> bytes:
-    """Return token ids as uint32 little-endian bytes, which "I" gives on every platform that vLLM runs on."""
+    """Return token ids as uint32 little-endian bytes.
+
+    The array type "I" has this form on every platform that vLLM runs on.
+    """
     return array("I", ids).tobytes()

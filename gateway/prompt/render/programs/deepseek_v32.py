@@ -52,10 +52,10 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
 
 
 def _without_old_reasoning(talk: list[Message]) -> list[Message]:
-    """Return the messages without the reasoning before the last user or developer message. Raises Refused.
+    """Return the messages without the reasoning before the last user or developer message.
 
-    The engine drops whole earlier messages of other roles than user, system, tool and assistant, and then fails because
-    they are missing.
+    Raises Refused if an earlier message has another role than user, system, tool or assistant. The engine drops such
+    messages, and then fails because they are missing.
     """
     last = last_said_by_user(talk)
     if any(one["role"] not in ("user", "system", "tool", "assistant") for one in talk[:last]):
@@ -105,7 +105,8 @@ def _said(message: Message, thought: bool) -> str:
 def _result(talk: Sequence[Message], i: int, last: int, thinks: bool) -> str:
     """Return the text of the tool result with the index `i`. Raises Refused for a result without a call.
 
-    The result of the first call of a turn opens the block of results, and that of the last call closes it.
+    `last`: the index of the last user or developer message; `thinks`: thinking is on. The result of the first call of a
+    turn opens the block of results, and that of the last call closes it.
     """
     asked = next((j for j in reversed(range(i)) if talk[j]["role"] != "tool"), -1)
     wanted = len(talk[asked].get("tool_calls") or ()) if asked >= 0 and talk[asked]["role"] == "assistant" else 0

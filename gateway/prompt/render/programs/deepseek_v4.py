@@ -184,9 +184,10 @@ def _sort_results(talk: list[Message]) -> None:
 
 
 def _without_old_reasoning(talk: list[Message], last: int) -> list[Message]:
-    """Return the messages without the reasoning of those before the index `last`.
+    """Return the messages without the reasoning in the assistant's messages before the index `last`.
 
-    Messages before `last` of other roles than assistant and those of `_KEPT` are dropped as a whole.
+    Other messages before `last` are dropped unless their role is one of `_KEPT`: user, system, tool, latest_reminder or
+    direct_search_results.
     """
     return [
         {key: value for key, value in one.items() if key != "reasoning"}

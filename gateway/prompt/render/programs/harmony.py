@@ -60,10 +60,10 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
 
 
 def _written(one: _Said, newer: bool | None) -> str:
-    """Return the text of a message. Raises Refused.
+    """Return the text of one message in Harmony, the conversation format of gpt-oss. Raises Refused.
 
-    `newer`: whether the header of a tool result names the recipient after the channel, or before it; None: the position
-    is not known.
+    `newer`: whether the header of a tool result names the recipient after the channel (True) or before it (False). If
+    it is None, the order is not known, and Refused is raised for tool results.
     """
     author, channel, end = one.author, one.channel, "<|end|>"
     if _SPECIAL.search(author + one.to):

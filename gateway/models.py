@@ -122,7 +122,10 @@ class Models:
             member.space.comparison.made_otherwise(member.replica.engine, prompt, body, why)
 
     def made_alike(self, replica: str, prompt: Prompt) -> None:
-        """Record that the replica's engine reported the gateway's token count for a kind of prompt that once differed."""
+        """Record that the replica's engine counted as many tokens in the prompt as the gateway did.
+
+        It is called for a kind of prompts for which the counts once differed.
+        """
         member = self.members.get(replica)
         if member is not None and member.space is not None and member.space.number == prompt.space:
             member.space.comparison.made_alike(member.replica.engine, prompt)
@@ -177,8 +180,8 @@ class Models:
     def _judged(self, space: ModelSpace) -> None:
         """Move replicas whose engines make other tokens than the rest of their space to a space without model files.
 
-        `space`: the replicas with one format of prompts, whose engines have been compared. Prompts for the moved
-        replicas are matched as text. The gateway's tokens stay exact for the other engines.
+        `space`: the group of replicas with one format of prompts whose engines have been compared. Prompts for the
+        moved replicas are matched as text. The gateway's tokens stay exact for the other engines.
         """
         engines = space.comparison.set_apart()
         moving = [one for one in space.members.values() if one.replica.engine in engines]

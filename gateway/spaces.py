@@ -52,8 +52,8 @@ class PromptFormat(NamedTuple):
 class Member:
     """A replica in a space, with what its process had reported when the replica last joined a space.
 
-    A space is the replicas with one format of prompts. `incarnation`: identifies the process, and changes when the
-    engine restarts.
+    A space groups the replicas that take one format of prompts. `incarnation`: identifies the process, and changes when
+    the engine restarts.
     """
 
     replica: Replica
@@ -126,7 +126,7 @@ class ModelSpace:
             self.loading.cancel()
 
     def use(self, pipeline: Pipeline) -> None:
-        """Make prompts with this pipeline from now on, in the space's present block format."""
+        """Make prompts with this pipeline from now on, with the space's present block size."""
         self.pipeline = pipeline
         pipeline.space, (pipeline.block_size, pipeline.looks_ahead) = self.number, self.format.blocks
         self.prompt_bytes = prompt_bytes(pipeline.config, self.format.block_size)

@@ -46,7 +46,7 @@ def check_all(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[str]:
-    """Return those settings of LEFT_OUT, which commands can do without, whose files cannot be read.
+    """Return the settings whose files cannot be read, among those that some commands can do without (LEFT_OUT).
 
     `unusable`: by setting, why its file cannot be used. `replica_file` is not returned if its file can be read but not
     written.

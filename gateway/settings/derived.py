@@ -71,7 +71,10 @@ def admin_url(settings: Settings) -> str:
 
 
 def admin_headers(settings: Settings) -> dict[str, str]:
-    """Return the headers that a request to the admin side of a gateway with these settings needs. Raises UnusableFile."""
+    """Return the headers that a request to the admin side of a gateway with these settings needs.
+
+    Raises UnusableFile if the file with the admin side's token cannot be used.
+    """
     return bearer(read_token(settings))
 
 

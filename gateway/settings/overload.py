@@ -171,7 +171,7 @@ class Route(Table):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, given: Any) -> Any:
-        """Read `qos`, the name in other schedulers' files, as `class`."""
+        """Rename the field `qos` to `class`, because files of other schedulers call it `qos`."""
         if isinstance(given, Mapping) and "qos" in given and "class" not in given:
             return {"class" if name == "qos" else name: value for name, value in given.items()}
         return given

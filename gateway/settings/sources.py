@@ -46,7 +46,7 @@ class Config:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The settings that were set to None because their files cannot be read, each with the reason from `unusable`."""
+        """The settings that were set to None because their files cannot be read, each with the reason."""
         return {setting: why for setting, why in self.unusable.items() if getattr(self.settings, setting) is None}
 
     def to_yaml(self) -> str:
@@ -177,8 +177,8 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _misspelt(name: str) -> str:
     """Return the setting that this name misspells, or "".
 
-    The two names must be very similar, because `replicas` and `admin_url` may be other programs' variables. The same
-    letters in another order count as a misspelling, however short the name is.
+    The two names must be very similar, because variables such as HITHERTO_REPLICAS and HITHERTO_ADMIN_URL may belong to
+    other programs. The same letters in another order count as a misspelling, however short the name is.
     """
     swapped = [one for one in Settings.model_fields if sorted(one) == sorted(name)]
     return swapped[0] if swapped else closest(name, Settings.model_fields, 0.8)

@@ -73,8 +73,8 @@ def _refusal_of_object(given: Mapping[str, Any], nested: Mapping[str, Mapping], 
 def read_unprepared(content_type: str, body: bytes) -> tuple[str | None, ApiError | None]:
     """Return the model that a body names, or None, and the error that refuses the body, or None.
 
-    This is for bodies that are passed on to an engine without being tokenized. If the fast reader cannot read a body as
-    JSON, Python's parser reads it. A body that neither can read, or a form of an unusual kind, is left for the engine
+    This is for bodies that are passed on to an engine without being tokenized. If the fast reader does not take a body
+    for JSON, Python's parser reads it. A body that neither reads, and a form of an unusual kind, is left for the engine
     to refuse, unless it may hide a field that steers a transfer of KV cache.
     """
     found = _read(content_type, body)

@@ -122,8 +122,8 @@ class Metering:
     def refusal(self, tenant: Tenant) -> ApiError | None:
         """Return the error for a tenant's request that can be refused before its body is read, or None.
 
-        That is a request of a tenant that has reached its limit on requests or output tokens per minute. These limits
-        stay reached until the minute ends, whatever the body holds.
+        A request is refused so early if its tenant has reached a limit on requests or output tokens per minute. These
+        limits stay reached until the minute ends, whatever the body holds.
         """
         limits, now = tenant.limits, self._clock()
         if limits is None:

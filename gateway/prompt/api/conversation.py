@@ -127,8 +127,8 @@ def conversation(
 ) -> list[dict[str, Any]]:
     """Convert the messages of a chat request to what the template gets as `messages`.
 
-    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so it gets a text as `[{"type":
-        "text", "text": ...}]`.
+    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so it gets a text as a list with
+        one part of the type "text".
     `knows_developer`: if False and there are developer messages, these and all system messages are merged into one
         system message at the front.
     `by_schema`: the API passes tool calls through vLLM's schema, as all APIs but Responses do. The schema puts their

@@ -248,8 +248,9 @@ class Renderer:
     def _pieces(self, text: str) -> list[str]:
         """Return rendered text in pieces, cut where that does not change its tokens.
 
-        It is cut before each occurrence of one added token, which is chosen once as the most frequent one in a text. It
-        is also cut at the boundaries that a Program writes between separately tokenized texts.
+        It is cut before each occurrence of one added token. This token is chosen once, as the most frequent one in the
+        first text that has one several times. The text is also cut at the boundaries that a Program writes between
+        separately tokenized texts.
         """
         parts = text.split(BOUNDARY) if self.template.as_received else [text]
         if not self._text_cut and self._cuts:

@@ -265,8 +265,8 @@ class Prefixes:
         """Return the tokens and block hashes of a prompt, and store those of its segments that are new.
 
         `seed`: the hash that the chain of block hashes starts from. `plan` and `texts`: the segments and the text of
-        each. `lead`: special tokens (uint32 bytes) to put before the text, the same in every call with a `lead`. Raises
-        Mismatch, and what the tokenizer raises.
+        each. `lead`: special tokens (uint32 bytes) to put before the text; all calls that give any must give the same.
+        Raises Mismatch, and what the tokenizer raises.
         """
         nodes = self._nodes
         young, old = nodes.young.get, nodes.old.get

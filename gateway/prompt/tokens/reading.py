@@ -427,10 +427,10 @@ def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:
 
 
 def _rebuilt(files: _Files, config: dict[str, Any], kind: _Class, names: dict[str, Any]) -> str | None:
-    """Return the content of the tokenizer.json that a tokenizer class builds, or None if it makes no other ids.
+    """Return the content of the tokenizer.json that a tokenizer class builds, or None if its ids are the same.
 
-    None means that the folder's tokenizer.json makes the same ids. `config`: the content of tokenizer_config.json;
-    `names`: the special tokens by name.
+    None means that the folder's tokenizer.json makes the same ids. `files`: the folder's tokenizer files; `config`: the
+    content of tokenizer_config.json; `kind`: the class; `names`: the special tokens by name.
     """
     old = files.tokenizer["model"]
     vocabulary = old["vocab"]

@@ -232,7 +232,7 @@ class Gateway:
             raise cannot_listen(settings, error) from None
 
     async def begin(self, urls: Iterable[str]) -> None:
-        """Start all background work, launch engines, and add the replicas that run already at these URLs."""
+        """Start all background work, add the replicas that run at `urls`, and launch the engines of the settings."""
         for shared in self._in_redis:
             shared.start()
         for url in urls:
@@ -370,10 +370,10 @@ class Gateway:
         return self._hidden if header is None or self.proxy.handler.priorities is None else self._hidden | {header}
 
     def _follow_adapters(self, backend: Backend) -> None:
-        """Forget the cached blocks of LoRA adapters that the engine has loaded again from another folder.
+        """Clear the cached blocks of LoRA adapters that the engine has reloaded from another folder.
 
-        The engine no longer finds the blocks of the old adapter, and KV events do not show this: they carry only the
-        adapter's name, which stays the same.
+        The engine no longer finds blocks of the old adapter. KV events do not show this, since they carry only the
+        adapter's name, which stays the same. Without KV events, the replica's whole part of the cache map is cleared.
         """
         for name in backend.adapters_moved():
             log.warning("replica %s: adapter %r was loaded from %s: what was cached under that name is forgotten",
@@ -402,9 +402,10 @@ class Gateway:
         self.server.clients.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
-        """Follow the replica's KV events at the address where it publishes them now.
+        """Follow the KV events of a replica at the address where it publishes them now.
 
-        `anew`: clear the replica's part of the cache map first. Without KV events, the part is guessed from requests.
+        `anew`: whether to clear the replica's part of the cache map first. If the replica publishes no KV events, its
+        cached blocks are guessed from the prompts that are sent to it.
         """
         source = backend.source = backend.replica.events
         block_size, looks_ahead = backend.event_format = self.models.blocks(backend.id)
@@ -442,9 +443,10 @@ class Gateway:
         backend.listen(intake, begin, self.background)
 
     async def _care(self) -> None:
-        """Look after all replicas every CARE_SECONDS, until cancelled.
+        """Run `_care_for` on each replica, once every CARE_SECONDS, until cancelled.
 
-        Pass on newly scraped engine metrics, follow changed block formats, and forget removed replicas.
+        It removes the state of replicas that are gone, adopts the block format that KV events show, and passes the
+        engine metrics of a new scrape on to the router and the ledger.
         """
         seen: dict[str, float] = {}
         while True:
@@ -480,8 +482,8 @@ class Gateway:
     def _follow_blocks(self, backend: Backend, told: Blocks) -> None:
         """Hash prompts in the block format that the replica's KV events show, if that format has changed.
 
-        `told`: the format that the events show. If cache hits may also end inside such a block, after each smaller
-        Mamba block, prompts are hashed in these smaller blocks.
+        `told`: the format that the events show. If its Mamba blocks are smaller than its full-attention blocks, a cache
+        hit may end after each Mamba block, and prompts are hashed in blocks of the Mamba size.
         """
         if told == backend.stored_as:
             return

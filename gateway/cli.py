@@ -192,7 +192,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def load_config(args: argparse.Namespace, without_files: bool = False) -> Config:
     """Return the settings of a command, and set `args.sources` to where each came from. Raises ConfigError.
 
-    `without_files`: a setting whose file cannot be used is listed in the result instead of raising.
+    `without_files`: whether a setting that names an unusable file is listed in the result. By default it raises.
     """
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
     config = load(given, file=getattr(args, "config", None), without_files=without_files)

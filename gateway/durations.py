@@ -34,8 +34,7 @@ def show_seconds(seconds: float) -> str:
 def split_limits(text: str) -> dict[str, str]:
     """Return the text of each limit in `ttft=2s,tpot=50ms`, by the limit's name.
 
-    A colon may stand for `=`, since load generators write limits with colons. Raises ValueError for text of another
-    form.
+    A colon may replace each `=`, since load generators write `ttft:2s`. Raises ValueError if the text is no such list.
     """
     pairs = [part.replace(":", "=", 1).partition("=") for part in text.split(",")]
     found = {name.strip(): value for name, _, value in pairs}
@@ -45,7 +44,11 @@ def split_limits(text: str) -> dict[str, str]:
 
 
 def parse_limits(text: str) -> dict[str, float]:
-    """Return the seconds of each limit in `ttft=2s,tpot=50ms`, by name (`LIMITS`). Raises ValueError."""
+    """Return the seconds of each latency limit in a text like `ttft=2s,tpot=50ms`, by the limit's name.
+
+    The known names are `ttft` (time to first token) and `tpot` (time per output token). Raises ValueError for another
+    name, and for a value that is no time.
+    """
     seconds: dict[str, float] = {}
     for name, value in split_limits(text).items():
         if name not in LIMITS:

@@ -1,6 +1,7 @@
 """Errors with which the gateway answers, in the format of the API that the client called.
 
-The formats are OpenAI's error object, Anthropic's error object on /v1/messages, and events of a stream with either.
+An error is OpenAI's error object or, on /v1/messages, Anthropic's. In a stream that has begun, it is an event with that
+object.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Followed:
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Call `changed` after each change of the files, until cancelled.
 
-        The call comes once the files have stayed the same for LOOK_SECONDS, since a file may be written in several
-        steps, and several files one after the other.
+        The files are checked every LOOK_SECONDS, and `changed` is called at the first check at which they are the same
+        as at the one before. A file may be written in several steps, and several files one after the other.
         """
         seen = self._known
         while True:
@@ -71,7 +71,7 @@ def regular(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """Return the contents of a file or a pipe. Raises OSError, also for more than MOST_BYTES.
+    """Return the contents of a file or a pipe. Raises OSError, also if there are more bytes than the limit MOST_BYTES.
 
     A pipe is read until its writer closes it; without a writer, the read ends at once. A pipe through which nothing
     comes raises OSError and does not count as an empty file, since the command that should write to it may have failed.
@@ -85,7 +85,7 @@ def read(path: Path) -> bytes:
 
 
 def read_to_end(file: io.RawIOBase | BinaryIO) -> bytes:
-    """Return the rest of an open file. Raises OSError for more than MOST_BYTES, as from the endless /dev/zero."""
+    """Return the rest of an open file. Raises OSError if that is more than the limit MOST_BYTES, as with /dev/zero."""
     found = bytearray()
     while piece := file.read(2**20):
         found += piece

@@ -26,10 +26,10 @@ def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
 
 
 def addresses(host: str, port: int) -> list[tuple]:
-    """Return all addresses of a host as `getaddrinfo` gives them; the host "" stands for all of this machine's.
+    """Return the addresses of a host as `getaddrinfo` gives them; the host "" stands for all addresses of this machine.
 
-    Addresses of a family that the kernel does not support, such as IPv6, are left out unless there are no others. The
-    server skips them too.
+    Addresses of a family that the kernel does not support, such as IPv6, are left out, as the server skips them too. If
+    no address is left, all are returned.
     """
     found = dict.fromkeys(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
     kinds = {kind for kind in {one[0] for one in found} if _has_sockets(kind)}
@@ -45,7 +45,7 @@ def _has_sockets(kind: int) -> bool:
 
 
 def why_taken(host: str, port: int) -> OSError | None:
-    """Return the error that keeps this process from listening on every address of the host, or None.
+    """Return the first error in binding the addresses of a host, or None if this process can listen on all of them.
 
     Port 0 (any free port) always gives None.
     """

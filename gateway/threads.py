@@ -48,8 +48,9 @@ class SlowFolder(Exception):
 class FolderThreads:
     """Threads for work on folders: `at_once` at a time, each with a time limit of `seconds`.
 
-    Work that takes longer fails, and its thread, which goes on, no longer counts as one of the `at_once`. Until the
-    thread ends, further work for its folder or engine fails at once. With MOST_LATE such threads, all work fails.
+    Work that exceeds the limit fails. Its thread cannot be stopped, but no longer counts toward `at_once`. Until that
+    thread ends, further work for the same folder or engine fails at once. While MOST_LATE threads exceed the limit, all
+    new work fails.
     """
 
     def __init__(self, at_once: int, seconds: float):
@@ -107,7 +108,7 @@ def _in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Asyncio's pool of threads, but shutting it down waits for no thread.
+    """A thread pool for asyncio whose shutdown waits for no thread.
 
     A thread may hang for good: the operator's files may be on a dead network mount too.
     """
@@ -127,10 +128,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def end_process(code: int) -> None:
-    """End the process now if threads are still at work, else return. `code`: the exit code.
+    """End the process now, with the exit code `code`, if threads are still at work; otherwise return.
 
-    Work other than on folders first gets LAST_SECONDS to end. The interpreter's own exit would wait for such threads,
-    and a thread inside a library in Rust would make it abort the process.
+    Threads of asyncio's pool first get LAST_SECONDS to end; threads that read folders get no time. The interpreter's
+    own exit would wait for the threads, and a thread inside a Rust library would make it abort the process.
     """
     deadline = monotonic() + LAST_SECONDS
     threads = threading.enumerate()

@@ -23,11 +23,10 @@ LONGEST_LINES = 65_536  # bytes of a chunk's size line, and of the trailers afte
 class Chunks:
     """A decoder of chunked framing, for a body that comes in several reads.
 
-    The data of a chunk is returned as it comes, except for its last byte, which is kept until the line end after it has
-    come.
+    A chunk's data is returned as it comes, except for the last byte, which is kept until the chunk's line end has come.
 
-    `left`: how many bytes of the present chunk are not returned yet.
-    `rest`: the bytes that were read and not returned, of the present chunk or of a line of the framing.
+    `left`: how many bytes of the present chunk have not been returned yet.
+    `rest`: bytes that were read but not decoded yet: the end of a chunk, or an incomplete size line.
     `ended`: whether the last chunk, of size 0, has begun.
     """
 
@@ -39,7 +38,7 @@ class Chunks:
         self.ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """Return the part of the body that a read contains; raises ValueError if the framing is invalid."""
+        """Decode one read, and return the data of the body in it; raises ValueError if the framing is invalid."""
         raw, at, pieces = self.rest + data if self.rest else data, 0, []
         while not self.ended:
             if self.left:
@@ -80,12 +79,12 @@ def unchunked(data: bytes) -> bytes:
 
 
 def ends_with_event(end: bytes, head: Head) -> bool:
-    """Return whether another event can be written after the bytes that a client has of a stream.
+    """Return whether another event may be appended to a stream, after the bytes that were sent to the client so far.
 
-    These must end with a complete event and, in a body with chunked framing, with a complete chunk. Nothing can be
-    written after a body with a stated length.
+    It may if the bytes end with a complete event and, with chunked framing, with a complete chunk. It may not if the
+    head states the body's length.
 
-    `end`: the last of these bytes, at least END_BYTES of them.
+    `end`: the last bytes that were sent, at least END_BYTES (6) of them.
     `head`: the head of the answer.
     """
     if head.is_chunked:
@@ -120,7 +119,7 @@ class ChunkDecodingSink:
             self._sink.data(taken)
 
     def _taken(self, data: bytes) -> bytes | None:
-        """Return a part of the body without framing; None if the framing is invalid, which the sink is told."""
+        """Return the data of the body in a read; if the framing is invalid, report that to the sink and return None."""
         if self._chunks is None:
             return data
         try:

@@ -156,7 +156,11 @@ class Downstream(asyncio.Protocol):
             self.crowded = not self.clients.room.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release all that the connection keeps, and end its request: its client has left, or the server has ended."""
+        """Release everything that the connection keeps, and end the request that is being answered.
+
+        The object that answers it is told whether the server ended the connection (`cut`) or the client
+        (`client_gone`).
+        """
         self.clients.room.leave(self)
         self.closing = True
         self.waiting.clear()
@@ -221,7 +225,8 @@ class Downstream(asyncio.Protocol):
     def _feed(self, data: bytes, at: int = 0) -> None:
         """Parse `data` from offset `at` on, piece by piece.
 
-        Once two requests wait, or one was completed in a long read, the rest is kept and parsed later.
+        The loop stops early when two requests wait for their turn, or when a long read has completed a request. The
+        bytes that are left are kept in `rest` and parsed later.
         """
         begun = at
         while not (self.refused or self.closing):
@@ -251,7 +256,7 @@ class Downstream(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        """Parse the bytes that were kept, then resume reading from the client; only if at most one request waits."""
+        """Parse the bytes that were kept, then resume reading from the client. Does nothing while two requests wait."""
         if self.closing or not self.reading_paused or len(self.waiting) > 1:
             return
         self.active_at = self.read_begun = monotonic()
@@ -269,9 +274,9 @@ class Downstream(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _parse(self, data: bytes) -> int:
-        """Parse `data`; return the offset at which a head ends that offers to upgrade the connection, or 0 without one.
+        """Parse `data`; return 0, or the offset where it stopped: after a head that offers to upgrade the connection.
 
-        The parser calls the `on_` methods. Requests that are not valid HTTP are refused.
+        The parser calls the `on_` methods for what it finds. Requests that are not valid HTTP are refused.
         """
         self.told, self.completed, self.piece = 0, False, data
         try:
@@ -293,13 +298,13 @@ class Downstream(asyncio.Protocol):
         return 0
 
     def _count_untold(self, size: int) -> None:
-        """Limit the bytes that the parser buffers without calling a method: refuse a request with too many.
+        """Limit the bytes that the parser buffers without a callback: refuse a request that has too many.
 
-        The parser reports a line only once it is complete, and never reports chunk extensions. In a read in which a
-        request ended, unreported bytes are not counted, since they may belong to either of two requests. Such a read
-        has at most 256 kB.
+        The parser reports a line only once it is complete, and never reports chunk extensions. If a request ended in
+        the last read, its unreported bytes are not counted, since they may belong to either of two requests. Such a
+        read has at most 256 kB.
 
-        `size`: the bytes of the last read that the parser has not reported.
+        `size`: the number of bytes in the last read that the parser has not reported.
         """
         limit = self.clients.limits.head_bytes
         if self.completed:
@@ -368,8 +373,9 @@ class Downstream(asyncio.Protocol):
     def _is_foreign(self) -> bool:
         """Return whether the request line is one of another protocol (RTSP, ICE), which the parser accepts as well.
 
-        The line is looked for in the bytes that were read. If another request may stand before it in these, such a line
-        counts wherever it stands.
+        The parser does not report the protocol, so the line is looked for in the bytes that were read. It is no such
+        line if they begin with it as a line of HTTP. Otherwise, or if another request may come before it in these
+        bytes, a line of RTSP or ICE counts wherever it is.
         """
         line = b"%b %b" % (self.parser.get_method(), self.target)
         read = self.before + self.piece if self.before else self.piece
@@ -378,7 +384,7 @@ class Downstream(asyncio.Protocol):
         return re.search(re.escape(line) + b" +(?:RTSP|ICE)/", read) is not None
 
     def on_body(self, body: bytes) -> None:
-        """Collect a piece of the body, or refuse the request if the body or the budget of bytes is exceeded."""
+        """Collect a piece of the body, or refuse the request if the body or all requests together become too large."""
         if self.refused:
             return
         self.told += len(body)
@@ -396,9 +402,10 @@ class Downstream(asyncio.Protocol):
             self.body.append(bytearray(body))
 
     def on_message_complete(self) -> None:
-        """Have a complete request answered or let it wait.
+        """Begin to answer a complete request, or let it wait for its turn.
 
-        A head that offers to upgrade the connection is kept instead, to be parsed again without the offer.
+        If the head offers to upgrade the connection, it is stored in `again` without the offer, and `_feed` parses
+        that.
         """
         self.completed = True
         if self.refused:
@@ -448,19 +455,19 @@ class Downstream(asyncio.Protocol):
         self.clients.held += size
 
     def _fits(self, size: int) -> bool:
-        """Return whether this connection may have `size` more bytes of requests in the gateway's memory.
+        """Return whether this connection may keep `size` more bytes of requests in the gateway's memory.
 
-        It may if at least as many bytes of the budget then remain free as this connection uses. So a few clients with
-        large requests always leave room for many with small ones.
+        With them, the free part of the budget must still be at least as large as the connection's own part. A few
+        clients with large requests thus always leave room for many clients with small ones.
         """
         return self.held + self.clients.held + 2 * size <= self.clients.limits.requests_bytes
 
     # --- for the handler and its exchanges
 
     def serve_stranger(self) -> None:
-        """Mark the client as one without a valid API key, whose requests are not kept while another is being answered.
+        """Mark the client as one without a valid API key: none of its requests is kept while another is being answered.
 
-        If the client has not read an earlier answer completely, the connection ends after the present request.
+        If the client has not read an earlier answer completely, the connection ends after the current request.
         """
         self.stranger = True
         if self.current is not None and self.transport.get_write_buffer_size():
@@ -484,8 +491,9 @@ class Downstream(asyncio.Protocol):
     def end_stream(self, event: bytes, chunked: bool) -> None:
         """Write a last event to a stream that is under way, and end the current request.
 
-        `chunked`: whether the stream has chunked framing. Its end is then written, and the connection is kept, since
-            closing it would fail the client's next request on it. Otherwise the stream ends with the connection.
+        `chunked`: whether the stream has chunked framing. With it, the end of the body is written and the connection
+        stays open, since closing it would fail the client's next request. Without it, closing the connection ends the
+        stream.
         """
         self.transport.write(framed(event) + END_OF_BODY if chunked else event)
         self.finish(keep_alive=chunked)
@@ -498,7 +506,7 @@ class Downstream(asyncio.Protocol):
             self.current.body = b""
 
     def finish(self, keep_alive: bool = True) -> None:
-        """End the current request, whose answer is written: begin the next one, or close the connection."""
+        """End the current request, whose answer has been written; then begin the next one, or close the connection."""
         request, self.current, self.exchange = self.current, None, None
         self.held -= self.answering  # what `_hold` does, without the call, for each request
         self.clients.held -= self.answering
@@ -599,9 +607,8 @@ class Downstream(asyncio.Protocol):
     def _refuse(self, status: int, message: str, request: Request | None = None) -> None:
         """Read no more requests from the client, and answer with this error once its earlier requests are answered.
 
-        The connection is closed after that.
-
-        `request`: the refused request if it was read completely; None if it is the one that is being read.
+        The connection is closed after the error. `request`: the refused request if it was read completely, or None if
+        it is the one that is being read.
         """
         if self.refused or self.closing:
             return
@@ -651,9 +658,9 @@ class Downstream(asyncio.Protocol):
         self.transport.close()
 
     def end(self) -> None:
-        """Close this connection, on which nothing is being answered, because the server ends.
+        """Close this connection because the server ends; called only if no request is being answered.
 
-        A request that is being read is refused first; its connection is then closed as after any refusal.
+        If a request is still being received, it is refused with a 503 first.
         """
         if self.reading:
             self._refuse(503, "the server is shutting down")

@@ -64,9 +64,9 @@ class Limits:
 
 
 def origin_form(target: bytes) -> bytes:
-    """Return a request target without scheme and host, as path and query.
+    """Return a request target as path and query, without the scheme and host that it may begin with.
 
-    A server must accept targets with both (absolute form; RFC 9112, 3.2.2).
+    Servers must accept targets that begin with scheme and host (absolute form; RFC 9112, 3.2.2).
     """
     if target[:1] == b"/" or b"://" not in target:
         return target
@@ -107,7 +107,7 @@ class Request:
     def set_headers(self, headers: Headers) -> None:
         """Set the headers, whose names are in lower case.
 
-        Content-Length is left out: the body shows it, and `KnownHead` uses the other headers again with other bodies.
+        Content-Length is left out, since `body` has the length. `KnownHead` can then use the headers for another body.
         """
         self.headers = [one for one in headers if one[0] != b"content-length"]
         self.named = dict(reversed(self.headers))  # the first value of each name
@@ -119,9 +119,9 @@ class Request:
         return None if value is None else value.decode("latin-1")
 
     def end_to_end(self, drop: frozenset[bytes]) -> bytes:
-        """Return the header lines to forward to a replica, without the names in `drop`.
+        """Return the header lines to forward to a replica, without the headers that `drop` names.
 
-        They are computed once for each `drop`, also for requests with the same head on a connection.
+        The result is cached for each `drop`, and shared by all requests that `again` makes from this one.
         """
         kept = self._kept.get(drop)
         if kept is None:
@@ -183,7 +183,7 @@ class KnownHead:
         return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b""))
 
     def read(self, data: bytes) -> Request | None:
-        """Return the request in `data` if that is exactly one request with this head, else None."""
+        """Return the request in `data` if `data` is exactly one request with this head, else None."""
         before = self._before
         if not data.startswith(before):
             return None
@@ -237,7 +237,7 @@ def without_upgrade(headers: Headers) -> Headers:
 
 
 def end_to_end(headers: Headers, drop: frozenset[bytes] = HOP_BY_HOP) -> bytes:
-    """Return the header lines to forward, without the names in `drop` and those that a `Connection` header names."""
+    """Return the header lines to forward: all headers but those that `drop` or a `Connection` header names."""
     named = connection_tokens(headers) - FRAMING
     return b"".join(
         [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in drop and name not in named]

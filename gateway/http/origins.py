@@ -46,7 +46,7 @@ class Origins:
     def preflight(self, request: Request) -> tuple[int, bytes, Headers] | None:
         """Return the (status, body, headers) that answer a browser's preflight request; None for any other request.
 
-        The headers do not include those of the method `headers`, which are added to every answer.
+        The caller still has to add the CORS headers that every answer gets (`headers`).
         """
         origin = request.header(b"origin")
         if request.method != "OPTIONS" or origin is None or request.header(b"access-control-request-method") is None:

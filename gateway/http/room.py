@@ -41,8 +41,8 @@ class Room(Generic[C]):
     """The clients' connections of one server, and the share of the process's open files that they may use.
 
     When the share is used up and a new connection comes, the one that has been idle longest is closed. If none is idle,
-    the new one is refused with a 503. Otherwise, at the process's own limit, the event loop would reset new connections
-    without an answer.
+    the new one is refused with a 503. Without this share, the process would reach its limit of open files, and the
+    event loop would reset new connections without an answer.
     """
 
     __slots__ = ("connections", "handshakes", "idle", "refused", "_others", "_skip", "_said_at")
@@ -67,9 +67,9 @@ class Room(Generic[C]):
         return min(MOST_HANDSHAKES, _reserved() // 2)
 
     def enter(self, client: C) -> bool:
-        """Add a new connection; return False if no file is free for it, so that its first request has to be refused.
+        """Add a new connection; return False if no file is free for it, so its first request has to be refused.
 
-        If too many refused connections are open, the oldest of them is refused at once.
+        If too many refused connections are open, the oldest of them gets its 503 at once and is closed.
         """
         self.connections.add(client)
         if self.admit(client):
@@ -81,7 +81,10 @@ class Room(Generic[C]):
         return False
 
     def admit(self, client: C) -> bool:
-        """Return whether a file is free for a connection, new or refused before; an idle one may be closed for that."""
+        """Return whether a file descriptor is free for this connection; an idle connection may be closed to free one.
+
+        The connection is either new or was refused before. If admitted, it no longer counts as refused.
+        """
         if self._short_by() > 0 and not self._make_room(1):
             return False
         self.refused.pop(client, None)
@@ -94,9 +97,10 @@ class Room(Generic[C]):
         self.refused.pop(client, None)
 
     def keep(self) -> None:
-        """Count the open files that are no client's connection, and close idle connections if the reserve is in use.
+        """Count the open files that are not clients' connections, and close idle connections if too few files are left.
 
-        Called at each sweep, because every stream opens a file for the connection to its replica.
+        Too few are left if fewer than the reserve (`_reserved`) are free. Called at each sweep, because every stream
+        opens a file for the connection to its replica.
         """
         if self._skip:
             self._skip -= 1
@@ -113,15 +117,15 @@ class Room(Generic[C]):
             self._make_room(short)
 
     def _short_by(self) -> int:
-        """Return how many files of the reserve clients' connections use; 0 or less if none."""
+        """Return how many file descriptors of the reserve (`_reserved`) are in use; 0 or less if all of it is free."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return 0 if files == resource.RLIM_INFINITY else self._others + self.open - (files - _reserved())
 
     def _make_room(self, count: int) -> bool:
         """Close up to `count` idle connections, the longest idle first; return whether any was closed.
 
-        A connection whose answer is not sent completely, or whose next request is in its socket and not read yet, is
-        kept, and counts as the one that became idle last.
+        A connection is kept if its last answer is not sent completely, or if its socket has the next request unread. It
+        is then moved to the end of the list of idle connections.
         """
         closed = 0
         for _ in range(min(len(self.idle), count + LOOKS)):
@@ -145,7 +149,7 @@ class Room(Generic[C]):
 
 
 def too_few(files: int) -> str:
-    """Return a text for a warning that this limit of open files allows few streams; "" if it is FEWEST_FILES or more.
+    """Return a warning that this limit of open files allows few streams; "" if the limit is at least FEWEST_FILES.
 
     Each stream takes two files: the connection to its client and the one to its replica.
     """
@@ -158,7 +162,7 @@ def too_few(files: int) -> str:
 def _reserved(files: int | None = None) -> int:
     """Return how many file descriptors clients' connections must leave free.
 
-    `files`: the limit of open files; None: this process's present limit.
+    `files`: the limit of open files; None for the limit that this process has now.
     """
     if files is None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -35,8 +35,8 @@ def allow_many_connections() -> None:
 class _Accepted(asyncio.Protocol):
     """An accepted connection before its TLS handshake.
 
-    Event loops do not report handshakes that are still under way. So the socket is duplicated, and a handshake that can
-    be counted is started on the copy.
+    Event loops do not report a handshake before it is done, so handshakes in progress could not be counted. Therefore
+    the socket is duplicated here, and the server starts the handshake on the copy in a task that it counts.
     """
 
     def __init__(self, server: Server, tls: ssl.SSLContext):
@@ -54,7 +54,7 @@ class Server:
     """The HTTP server of one process.
 
     `handler`: answers the requests of all connections.
-    `limits`: what clients may make the server hold; the limit on all requests' bytes is shared by all connections.
+    `limits`: the limits on clients' requests. The budget for requests in memory is shared by all connections.
     """
 
     def __init__(self, handler: Handler, limits: Limits = Limits()):
@@ -150,7 +150,7 @@ class Server:
         self.clients.handler.sweep(now)
 
     def _next_part(self) -> list[Downstream]:
-        """Return the connections to check in this sweep."""
+        """Return the connections to check in this sweep; several sweeps together check all of them."""
         if not self._unseen:
             self._unseen = list(self.connections)
             self._part = max(SEEN_AT_LEAST, len(self._unseen) // SWEEPS_TO_SEE_ALL + 1)
@@ -184,12 +184,10 @@ class Server:
         return cut
 
     async def _flush(self, deadline: float) -> None:
-        """Send the rest of all complete answers until a deadline, and refuse requests that are still being received.
+        """Send the rest of all answers that are complete, and refuse requests that are still being received.
 
-        A TLS connection may have bytes in the transport below it, which cannot be seen from here. An orderly close
-        sends these, and ends when the client has answered it.
-
-        `deadline`: in monotonic seconds.
+        Returns when these connections are closed, or at `deadline` (monotonic seconds). They have to be closed in
+        order, since a TLS connection may have unsent bytes in the transport below it, which cannot be seen from here.
         """
         answered = {connection for connection in self.connections if connection.current is None}
         for connection in answered:

@@ -1,4 +1,4 @@
-"""What the kernel knows of a connection and the event loop does not report: unread data, a peer that has left."""
+"""The state of a connection that the kernel knows and the event loop does not report, such as unread data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def has_data(transport: asyncio.Transport) -> bool:
 
 
 def _events(transport: asyncio.Transport, asked: int) -> int:
-    """Return which of the poll events `asked` for (a bit mask) a connection has now; 0 if it is closed."""
+    """Return the bit mask of those poll events in the mask `asked` that the connection has now; 0 if it is closed."""
     poll = select.poll()
     try:
         poll.register(_socket(transport).fileno(), asked)

@@ -48,7 +48,7 @@ class UpstreamError(Exception):
     """A failure of a replica to answer a request: no connection, one that was closed early, or no valid answer.
 
     `kind`: the kind of failure (`proxy.retries`), which is also the label in metrics.
-    `unread`: whether the replica closed the connection before it can have read the whole request.
+    `unread`: whether the replica cannot have read the whole request, because it closed the connection too early.
     """
 
     def __init__(self, kind: str, message: str, *, unread: bool = False):
@@ -78,8 +78,8 @@ class Head:
 
     `raw`: its bytes as received.
     `headers`: its headers as parsed, with names in lower case.
-    `until_close`: whether the body ends with the connection, so that its length is not known.
-    `clean`: whether `raw` may go to the client as it is, since it has no headers that are for one connection only.
+    `until_close`: whether the end of the connection ends the body, so that the body's length is not known.
+    `clean`: whether `raw` may go to the client unchanged, since no header in it is for one connection only.
     """
 
     raw: bytes
@@ -98,21 +98,21 @@ class Head:
         return self.get(b"transfer-encoding") is not None
 
     def add(self, header: tuple[bytes, bytes]) -> None:
-        """Add a header to this head, for the client, that the replica did not send."""
+        """Add a header of the gateway's own to this head, which the client gets."""
         self.raw = b"%b%b: %b\r\n\r\n" % (self.raw[:-2], *header)
         self.headers = [*self.headers, header]
 
     def without_chunks(self) -> Head:
-        """Return a head like this one, for the same body without chunked framing, which ends with the connection."""
+        """Return this head without its header for chunked framing; the end of the connection then ends the body."""
         return replace(self.without(b"transfer-encoding"), until_close=True)
 
     def without(self, prefix: bytes) -> Head:
-        """Return a head like this one, without the headers whose names begin with `prefix`."""
+        """Return a copy of this head without the headers whose names begin with `prefix`."""
         kept = [header for header in self.headers if not header[0].startswith(prefix)]
         return replace(self, headers=kept, clean=False)
 
     def with_length(self, length: int) -> Head:
-        """Return a head like this one, for another body of `length` bytes."""
+        """Return a copy of this head for another body, which has `length` bytes."""
         framing = (b"content-length", b"transfer-encoding")
         headers = [header for header in self.headers if header[0] not in framing]
         headers.append((b"content-length", b"%d" % length))
@@ -217,9 +217,9 @@ class Upstream(asyncio.Protocol):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the sink how its response has ended: complete, if the close is its end, or lost.
+        """Call the sink's `closed` if the end of the connection ends this response's body, otherwise its `lost`.
 
-        If nothing of a response has come, the error says whether the replica can have read the whole request.
+        If no byte of the response has come, the error says whether the replica can have read the whole request.
         """
         self.closed = True
         self.parser = None  # type: ignore[assignment]
@@ -240,7 +240,7 @@ class Upstream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse a read from the replica, and pass its bytes to the sink once the head is complete.
 
-        A response that is not valid HTTP is lost, and the connection is closed.
+        If the response is not valid HTTP, the connection is closed, and the sink gets an error.
         """
         sink = self.sink
         if sink is None:  # no request is in progress
@@ -272,7 +272,10 @@ class Upstream(asyncio.Protocol):
             self._finish(sink)
 
     def _forward_head(self, sink: Sink) -> None:
-        """Pass the response's head to the sink, with the bytes of the body that came with it; fail an invalid one."""
+        """Pass the response's head to the sink, with the bytes of the body that came with it.
+
+        If the head is invalid, the connection is closed and the sink gets an error.
+        """
         buffer, self.buffer = self.buffer.lstrip(b"\r\n"), b""
         end = buffer.index(b"\r\n\r\n") + 4
         while buffer[9:10] == b"1":  # interim responses (100, 102, 103) are not passed on
@@ -296,14 +299,17 @@ class Upstream(asyncio.Protocol):
         sink.head(self.status, Head(buffer[:end], self.headers, until_close, self.clean), body)
 
     def _until_close(self) -> bool:
-        """Return whether the body ends with the connection, since the head does not say where it ends."""
+        """Return whether the end of the connection ends the body, because the head does not say where it ends."""
         return not (self.framed or self._bodyless())
 
     def _bodyless(self) -> bool:
         return self.head_only or self.status in (204, 304)
 
     def _count(self, data: bytes) -> bool:
-        """Return whether the response may go on after this read: not after LINE_BYTES of chunks without a line end."""
+        """Count a read; return False if a chunked response has sent LINE_BYTES (16 MiB) without the end of a line.
+
+        A trailer line without an end would otherwise fill the parser's memory.
+        """
         self.unseen -= len(data)
         if self.unseen < 0 and (self.length is not None or not self.framed or b"\n" in data):
             self.granted += SEARCH_BYTES - self.unseen
@@ -311,9 +317,9 @@ class Upstream(asyncio.Protocol):
         return -self.unseen < LINE_BYTES - SEARCH_BYTES
 
     def _to_the_end(self, data: bytes) -> bytes | None:
-        """Return the part of the last read that belongs to the response; None if it is not known where that ends.
+        """Return the part of the last read that belongs to the response, or None if the end of the response is unknown.
 
-        If further bytes follow the response, the connection will not be used again.
+        If other bytes follow the response, the connection will not be used again.
         """
         length = 0 if self._bodyless() else self.length
         if length is None:
@@ -361,7 +367,10 @@ class Upstream(asyncio.Protocol):
         self.surplus = self.complete
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header of the response, and note if it says where the body ends, or must not be relayed as it is."""
+        """Store a header of the response.
+
+        Also note whether it states where the body ends, and whether clients must not get it as it is (`clean`).
+        """
         if self.head_done:
             return
         name = name.lower()
@@ -381,7 +390,7 @@ class Upstream(asyncio.Protocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Note that the head is complete, unless it is that of an interim response, whose headers are dropped."""
+        """Note that the head is complete. The headers of an interim response (status 1xx) are dropped instead."""
         if self.complete:
             return
         self.status = self.parser.get_status_code()
@@ -406,7 +415,7 @@ Check = Callable[[], Awaitable[UpstreamError | None]]
 class Pool:
     """A pool of connections to one address of one replica: it opens them, and keeps idle ones for the next requests.
 
-    The one that was used last is taken first, so that connections that are no longer needed stay idle and are closed.
+    The most recently used connection is taken first, so that surplus connections stay idle until they are closed.
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str):
@@ -425,9 +434,10 @@ class Pool:
         self._connecting: set[asyncio.Task[Upstream | UpstreamError]] = set()
 
     def acquire(self) -> Upstream | None:
-        """Take an idle connection out of the pool and return it, or None without one.
+        """Take an idle connection out of the pool and return it, or return None if there is none.
 
-        Connections that have been idle for IDLE_SECONDS are not used, since the replica may be about to close them.
+        Connections that have been idle for IDLE_SECONDS are closed instead, since the replica may be about to close
+        them.
         """
         now = monotonic()
         while self.idle:

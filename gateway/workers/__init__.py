@@ -1,4 +1,4 @@
 """Workers: several gateway processes on one machine that share a port.
 
-They share their state through a Redis, as gateways on several machines do.
+Like gateways on several machines, they share the cache map and the load through Redis.
 """

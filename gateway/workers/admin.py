@@ -1,11 +1,11 @@
 """The admin API for all workers of one machine. It asks each worker's own admin API, on a unix socket.
 
     /metrics                    the series of all workers, each with the label `worker`
-    /status, /replicas, /readyz one answer for all workers: counts are added up, each replica is as the worker that sees
-                                it least ready reports it, and the gateway is ready when all workers are
+    /status, /replicas, /readyz one answer for all workers: counts are added up. If workers see a replica in different
+                                states, the least ready state is shown. The gateway is ready when all workers are
     /recent                     the figures of all workers for the last 15 minutes, merged
     POST /replicas, DELETE, drain   passed on to every worker. A worker that replaces one that has ended begins with the
-                                    replicas that a sibling has
+                                    replicas of another worker
     /decide/ID/...              passed on to the worker that made the decision, whose number the id begins with
     anything else               passed on to one worker, each in turn
 
@@ -47,9 +47,9 @@ CHANGE_SECONDS = 86_400.0
 class WorkersAdmin(Side):
     """The admin API for all workers of one machine.
 
-    `places`: the workers by number. `launched`: the engines that the supervisor started. `kept`: the file of the
-    replicas that operators added, or None. `background`: the supervisor's own background work. `shadows`: the policies
-    compared in shadow mode. `guard`: checks who may use the admin API.
+    `places`: the worker processes. `launched`: the engines that the supervisor started. `kept`: the file of the
+    replicas that operators added, or None without --replica-file. `background`: the supervisor's own background work.
+    `shadows`: the policies compared in shadow mode. `guard`: checks who may use the admin API.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class WorkersAdmin(Side):
     async def known(self) -> dict[str, Any]:
         """Return the state with which a new worker begins: its replicas, their former models, and learned costs.
 
-        It is a sibling's answer to `/worker/known` or, if none answers, the last such answer.
+        The state is the answer of another worker to `/worker/known`. If none answers, it is the last such answer.
         """
         for worker in self.places.answering:
             if (found := await worker.query("/worker/known")) is not None:
@@ -166,7 +166,7 @@ class WorkersAdmin(Side):
         return self._known
 
     def given(self, urls: Mapping[str, str]) -> None:
-        """Add replicas (URLs by id) to the state with which a worker begins if no sibling answers."""
+        """Add replicas (URLs by id) to the state that a new worker gets if no other worker answers."""
         self._known["urls"] |= urls
 
     async def add(self, request: web.Request) -> web.Response:
@@ -183,10 +183,10 @@ class WorkersAdmin(Side):
         return await self._change("remove", request, request.match_info["id"])
 
     async def _change(self, change: str, request: web.Request, id: str, url: str = "") -> web.Response:
-        """Have all workers make the change of the replicas that a request asks for, and return the answer.
+        """Pass a request to add, drain or remove a replica on to all workers, and return the answer.
 
         If the client disconnects, the change goes on. `change`: "add", "drain" or "remove". `id`: the replica's id.
-        `url`: the URL of a replica that is added.
+        `url`: the URL of a replica to add, else "".
         """
         engine, _, rank = id.rpartition("-dp")
         lock = self._changing.setdefault(engine if rank.isdecimal() else id, asyncio.Lock())
@@ -217,7 +217,7 @@ class WorkersAdmin(Side):
         return _worst(answers).response()
 
     async def _follow(self, change: str, id: str, url: str) -> None:
-        """Apply a change that the workers have made to the engines that the supervisor launched, if it is about one."""
+        """Add, drain or remove an engine that the supervisor launched, as the workers did; ignore other engines."""
         launched = self.launched
         if change == "add" and id in launched.engines:  # it was perhaps stopped
             launched.add(url)
@@ -229,8 +229,9 @@ class WorkersAdmin(Side):
     async def _tell(self, change: Change) -> list[Answer]:
         """Send a change of the replicas to all workers, and return their answers.
 
-        A worker that is starting may have taken over a sibling's replicas as they were before the change. It makes the
-        change before it serves, unless no other worker has made it.
+        A worker that is just starting may have been given the replicas as they were before the change. The change is
+        stored in its `missed` and sent to it before it accepts connections. If all other workers refuse the change, it
+        is dropped.
         """
         starting = [one for one in self.places.workers.values() if not one.serves]
         for one in starting:
@@ -262,10 +263,10 @@ async def have_follow(worker: WorkerProcess, change: Change) -> Answer | None:
 
 
 def _worst(answers: Sequence[Answer]) -> Answer:
-    """Return the answer with the highest HTTP status.
+    """Return the workers' answer with the highest HTTP status.
 
-    If workers still have requests on a removed replica, the answer gives their number (`left`) over all workers, and
-    their ids (`requests`, MOST_LEFT at most).
+    If it is a success, and workers still have requests on a removed replica, the answer has their number over all
+    workers (`left`), and their ids (`requests`, MOST_LEFT at most).
     """
     worst = max(answers, key=lambda one: one.status)
     told = [orjson.loads(one.body) for one in answers] if worst.status < 300 else []
@@ -282,7 +283,7 @@ async def _passed_on(request: web.Request) -> Change:
 
 
 def _shown(worker: WorkerProcess, said: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a worker's entry in the answer to /status; `said`: its answer to /worker, or None if it gave none."""
+    """Return a worker's entry in the answer to /status. `said`: its answer to /worker, or None if it gave none."""
     return {
         "worker": worker.index,
         "pid": worker.process.pid,

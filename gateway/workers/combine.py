@@ -118,9 +118,10 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
 
 
 def _worst(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the worst of the workers' entries, or None if there are none.
+    """Return the entry of the worst worker for a source that each worker reads for itself, or None without entries.
 
-    That is an entry with a problem or, if none has one, the entry whose file was read longest ago.
+    The worst entry has a problem or, if none has one, was read longest ago. Such sources are the TLS certificate, the
+    file of API keys, and the cluster's API.
     """
     return max(parts, key=lambda one: (bool(one["problem"]), one.get("loaded_seconds_ago", 0.0)), default=None)
 
@@ -139,10 +140,10 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _control(each: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the state of overload control over all workers, or None if they have none.
+    """Return the state of overload control over all workers, or None if overload control is off.
 
-    Each worker controls its own requests. A model's entry comes from the worker that currently restricts lower priority
-    classes most. `events` are the last 100 of all workers.
+    Each worker controls its own requests. A model's entry is that of one worker: one that wants more replicas if there
+    is any, and of those the one that restricts lower priority classes most. `events` are the last 100 of all workers.
     """
     models = sorted(chain(*(one["models"] for one in each)), key=lambda model: (model["wants_more"], model["level"]))
     events = sorted(chain(*(one["events"] for one in each)), key=lambda event: event["at"])
@@ -151,7 +152,7 @@ def _control(each: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return for each kind of work how often it failed in all workers together, and its last failure."""
+    """Return, by kind of background work, how often it failed in all workers together, and its last failure."""
     merged: dict[str, dict[str, Any]] = {}
     for kind, one in ((kind, one) for failures in each for kind, one in failures.items()):
         other = merged.get(kind, {"failures": 0, "seconds_ago": float("inf")})

@@ -29,7 +29,7 @@ REMEDY = "Install redis-server (Debian: apt-get install redis-server), or pip in
 
 
 def server() -> str:
-    """Return the path of a Redis server that is new enough (OLDEST).
+    """Return the path of a Redis server program whose version is at least OLDEST.
 
     The PATH is tried first, then the Python package of hitherto's extra `redis-server`. Raises ConfigError if neither
     has one.

@@ -1,6 +1,6 @@
 """The processes of workers, as the supervisor starts, queries, watches and ends them.
 
-The supervisor watches the workers by *looks*: once a second it asks each worker for its load.
+Once a second, the supervisor asks each worker for its load. Such a query is called a *look*.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ class WorkerProcess:
     The worker reads lines of JSON from its standard input: first the settings and replicas with which it begins, later
     the order to stop. It ends when its standard input is closed.
 
-    `serves`: whether the worker accepts clients' connections. `unanswered`: the number of looks (the supervisor's
-    queries once a second) in a row that it has not answered. `missed`: changes of the replicas that came while it
-    started, which it makes before it serves. `loads`: by replica, the number of its requests there, and the seconds for
-    which the oldest of them has had no answer.
+    `serves`: whether the worker accepts clients' connections.
+    `unanswered`: how many of the supervisor's latest looks (queries once a second) the worker has not answered.
+    `missed`: changes of the replicas that came while the worker started; it makes them before it accepts connections.
+    `loads`: by replica's id, the number of the worker's requests there, and for how many seconds the oldest of them has
+    had no answer.
     """
 
     def __init__(self, index: int, process: Process, path: Path, headers: Mapping[str, str]):
@@ -129,7 +130,8 @@ class WorkerProcess:
     ) -> Answer:
         """Send a request to the worker's admin API and return the answer.
 
-        `seconds`: the time limit. Raises one of the errors in GONE if the worker has ended or gives no answer in time.
+        `seconds`: the time limit. If the worker has ended or gives no answer in time, raises ClientError (aiohttp),
+        OSError or TimeoutError, which GONE lists.
         """
         if self._admin.closed:
             raise ConnectionResetError("the worker has ended")
@@ -175,7 +177,7 @@ class WorkerProcess:
 
 
 class Places:
-    """The workers by number. Each number is a place: if the worker in it ends, another one takes the place.
+    """The worker processes, each in a numbered place. If a worker ends, another one takes its place.
 
     `count`: the number of places. `workers`: the present process in each place. `restarts`: the number of workers that
     were replaced, in all places together.
@@ -192,15 +194,15 @@ class Places:
 
     @property
     def answering(self) -> list[WorkerProcess]:
-        """The serving workers that have answered one of the supervisor's last QUIET queries for their load."""
+        """The workers that accept connections and have answered one of the supervisor's last QUIET (2) looks."""
         return [worker for worker in self.serving if worker.unanswered < QUIET]
 
     async def query_all(self, path: str) -> list[tuple[WorkerProcess, bytes]]:
-        """Send a GET request to all workers; return those that answer, each with the body of its answer."""
+        """Send a GET request to the workers in `answering`; return those that answer, each with the answer's body."""
         return await _query(self.answering, path, QUERY_SECONDS)
 
     async def watch(self) -> None:
-        """Ask the workers for their loads once a second, and kill those that hang; runs until cancelled."""
+        """Look at all workers once a second, and kill those that hang; runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self.look(counts=True)
@@ -208,12 +210,13 @@ class Places:
     async def look(self, counts: bool = False) -> None:
         """Ask each worker for the load that it puts on each replica, and update `WorkerProcess.loads`.
 
-        If the look `counts`, kill the workers that have answered none of the last HANGS looks. The kernel would keep
-        giving such a worker connections, and nothing else would notice.
+        `counts`: whether this look can show that a worker hangs. A worker that has missed HANGS of these looks in a row
+        is killed: the kernel would go on giving it connections, and nothing else would notice.
 
-        A hang is measured in looks, not in seconds. After this process or its machine was frozen, timers fire before
-        sockets are read, but only one look is missed, however long the freeze was. Only the looks of `watch` count,
-        because they follow one another; changes of the replicas make looks too, many at the same time.
+        A hang is measured in looks, not in seconds, because a freeze of this process or its machine must not count as
+        one. After a freeze, timers fire before sockets are read, so one look is missed, however long the freeze was.
+        Only the looks of `watch` count, since each begins after the one before has ended. Looks after a change of the
+        replicas may run at the same time, so one freeze could make many of them fail.
         """
         asked = self.serving
         answers = dict(await _query(asked, "/worker/loads", LOOK_SECONDS))
@@ -228,11 +231,11 @@ class Places:
                 worker.kill()
 
     def inflight(self, replica: str) -> int:
-        """Return the number of requests that all workers have on a replica."""
+        """Return the number of requests that all workers together have on a replica."""
         return sum(worker.loads[replica][0] for worker in self.serving if replica in worker.loads)
 
     def waited(self, replica: str) -> float:
-        """Return for how many seconds the oldest unanswered request on a replica, of all workers, has waited."""
+        """Return for how many seconds the longest waiting request of all workers on a replica has had no answer."""
         return max((worker.loads[replica][1] for worker in self.serving if replica in worker.loads), default=0.0)
 
 

@@ -1,8 +1,13 @@
-"""The supervisor of workers: it starts them, replaces those that end, and owns what exists only once.
+"""The supervisor of workers: it starts them, replaces those that end, and owns what all workers have in common.
 
-It owns four things. The port, which it reserves while no worker listens. The admin API. The launched engines, which
-each worker adds by URL and watches for itself. And the Redis that workers share, unless `--redis-url` names one. No
-client's request passes through the supervisor.
+It owns four things:
+
+    the port            which it reserves while no worker listens
+    the admin API       which answers for all workers
+    launched engines    which each worker adds by URL and watches for itself
+    a Redis server      through which workers share state, unless `--redis-url` names one
+
+No client's request passes through the supervisor.
 """
 
 from __future__ import annotations
@@ -150,10 +155,10 @@ class Workers:
     # --- workers
 
     async def _start_worker(self, index: int, patience: float = 0.0) -> WorkerProcess:
-        """Start the worker with this number, and return it once it accepts connections.
+        """Start the worker with the number `index`, and return it once it accepts connections.
 
-        `patience`: the longest time in seconds that it waits for a ready replica before it accepts connections. Raises
-        ConfigError if the worker cannot be started.
+        `patience`: for how many seconds at most the worker waits for a ready replica before it accepts connections.
+        Raises ConfigError if the worker cannot be started.
         """
         path = self._folder / f"worker-{index}.sock"
         try:
@@ -179,9 +184,10 @@ class Workers:
         return task
 
     async def _keep(self, index: int) -> None:
-        """Replace the worker with this number whenever it ends, until cancelled.
+        """Replace the worker with the number `index` whenever it ends, until cancelled.
 
-        Before a replacement there is a pause, which doubles while workers keep ending soon (PAUSES).
+        A replacement starts after a pause. PAUSES has the first and the longest pause in seconds: the pause doubles
+        each time, and is the first one again after a worker that ran for more than SETTLED seconds.
         """
         pause = PAUSES[0]
         while True:
@@ -204,10 +210,10 @@ class Workers:
 
 
 def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[str, Any]:
-    """Return each worker's settings in JSON's types, with this port and Redis and the worker's share of the budgets.
+    """Return the settings of one worker as JSON data, made from those of all workers.
 
-    The budgets are those of memory, and the bounds of the queue of waiting requests, since each worker has a queue of
-    its own.
+    `port`: the port that all workers share. `redis_url`: their Redis. The memory budgets are divided by the number of
+    workers. So are the bounds of the queue of waiting requests, since each worker has a queue of its own.
     """
     count, queue = settings.workers, settings.admission or Admission()
     each = settings.model_copy(update={
@@ -224,8 +230,8 @@ def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[
 async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
     """Reserve a port on every address of the host; return the bound sockets, which do not listen, and the port.
 
-    `port`: 0 for any free port. Raises OSError if the port is taken: workers could share it with another process of
-    this user, but that process would then get a part of the connections.
+    `port`: 0 for any free port. Raises OSError if another process listens on the port. Workers could share it with a
+    process of the same user, but that process would then get a part of the clients' connections.
     """
     held: list[socket.socket] = []
     try:

@@ -42,8 +42,9 @@ NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Worker(Admin):
     """A gateway and its admin API, with further routes for the supervisor alone.
 
-    `hello`: the supervisor's first message. It has the settings, the secrets, and as `known` the replicas and learned
-    costs to begin with (a sibling's answer to `/worker/known`). Raises ConfigError for settings that cannot be used.
+    `hello`: the supervisor's first message. It has the settings, the secrets, and the state to begin with (`known`),
+    such as replicas and learned costs. That state is another worker's answer to `/worker/known`. Raises ConfigError for
+    settings that cannot be used.
     """
 
     gateway: Gateway
@@ -90,7 +91,7 @@ class Worker(Admin):
         `urls`: the URLs, by id, of engines that are not pods of a cluster.
         `drained`: the ids of replicas that an operator drained.
         `pods`, `left_out`: the pods discovered in the cluster, and those of them that operators have removed.
-        `names`: which models replicas served before, and how long ago the last pod of a model went; None: unknown.
+        `names`: the model names that replicas served before, and for each model the time since its last pod went.
         `costs`: the learned costs of tokens.
         """
         fleet, discovery = self.gateway.fleet, self.gateway.discovery
@@ -108,8 +109,9 @@ class Worker(Admin):
     async def begin(self, patience: float) -> None:
         """Add the replicas that the worker begins with, then accept connections. Raises ConfigError.
 
-        Before it accepts connections it waits, for up to `patience` seconds, until it can serve requests as well as its
-        siblings: until it is ready and knows the load that the siblings put on replicas.
+        `patience`: for how many seconds at most the worker waits before it accepts connections. It waits until a
+        replica is ready and the load of the other workers is known, since until then it would serve requests worse than
+        they do.
         """
         gateway, told = self.gateway, self._begins_with
         if (names := told["names"]) is not None:
@@ -126,9 +128,9 @@ class Worker(Admin):
         datapath.started()
 
     def _forget(self, engine: str) -> None:
-        """Drop the drained state and model names kept for an engine's replicas, because its pod is gone.
+        """Drop the drained state and the model names that were kept for an engine's replicas, because its pod is gone.
 
-        Another pod that comes in its place has a state of its own.
+        A new pod at the same address must not get them.
         """
         self._drained = {id for id in self._drained if not _is_of(id, engine)}
         self._served = {id: names for id, names in self._served.items() if not _is_of(id, engine)}
@@ -149,10 +151,10 @@ def _is_of(id: str, engine: str) -> bool:
 def _follow(
     messages: BinaryIO, folder: Path, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[dict[str, Any]]
 ) -> None:
-    """Put the supervisor's messages into `orders`, and end this process when the supervisor has ended.
+    """Put the supervisor's messages into `orders`; when the supervisor has ended, end this process.
 
     Runs in a thread of its own, so that it notices the supervisor's end even while the event loop is stuck. `folder`:
-    the folder of the workers' sockets, which is then removed.
+    the folder of the workers' sockets, which is removed before this process ends.
     """
     for line in messages:
         loop.call_soon_threadsafe(orders.put_nowait, orjson.loads(line))
@@ -163,9 +165,11 @@ def _follow(
 async def _main(messages: BinaryIO, hello: dict[str, Any], supervisor: int) -> int:
     """Serve until the supervisor orders a stop, and return the exit code.
 
-    The order says for how many seconds running requests may go on; a second message cuts that time short. `messages`:
-    the stream of the supervisor's messages. `hello`: the first of them. `supervisor`: the descriptor of the file to
-    which OPEN or FAILED is written.
+    The order gives the seconds for which running requests may go on. A second message cuts that time short.
+
+    `messages`: the stream of the supervisor's messages.
+    `hello`: the first of these messages.
+    `supervisor`: the file descriptor for the answer: OPEN once connections are accepted, or FAILED with the reason.
     """
     orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     path, loop = Path(hello["socket"]), asyncio.get_running_loop()

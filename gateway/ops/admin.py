@@ -59,8 +59,9 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
     """Add a replica to the file of replicas or remove it there; return the URL that the file had for it, or None.
 
     `kept`: the file, or None without --replica-file: then nothing is done. `change`: "add" or "remove". `what`: the URL
-    to add, or the id to remove. Call this before the change itself is made: a change that an operator was told of must
-    survive a restart. Raises Refusal if the file cannot be written.
+    to add, or the id to remove. Raises Refusal if the file cannot be written.
+
+    Call this before the change itself is made, since a change that was reported to the operator must survive a restart.
     """
     if kept is None:
         return None
@@ -87,7 +88,7 @@ def _refuse_another(engine: Any, address: Address) -> None:
 
 
 def with_members(body: Any) -> str:
-    """Return the URL in the JSON body of POST /replicas, with the body's other members as the URL's #fragment.
+    """Return the URL in the JSON body of POST /replicas, with the body's other members in the URL's #fragment.
 
     Raises ValueError for a body without a URL, and for an unknown member or value.
     """
@@ -247,7 +248,8 @@ class Admin(Side):
     async def decide(self, request: web.Request) -> web.Response:
         """Choose a replica for another proxy's request, and count the request as load there.
 
-        It counts until the proxy reports its end, for `lease_s` seconds at most.
+        It counts until the proxy reports its end, but for no longer than the lease (`lease_s` in the answer, in
+        seconds).
         """
         query = request.query
         try:

@@ -1,11 +1,12 @@
 """Asks an engine for its token ids of fixed texts and fixed chats, to compare them with the gateway's.
 
 Even with the same tokenizer, an engine may fill a chat template differently: with other defaults, other fields of a
-message, or another way of writing tools. Flags change all of that, and cannot be seen from outside. Each engine is
-therefore asked for the ids of these chats, through its own /tokenize, when it becomes a replica. Chats that /tokenize
-does not take, or would write differently from a real chat, are sent as real chats with an answer of one token, which
-reports the prompt's ids or their number. If a template prints the date, one of the chats shows which day the engine
-prints.
+message, or another way of writing tools. Its flags decide that, and cannot be seen from outside. Each engine is
+therefore asked for the ids of these chats, through its own /tokenize, when it becomes a replica.
+
+An engine's /tokenize may refuse a chat, or render it differently from a request to complete it. Such chats are sent as
+real requests with an answer of one token, which reports the prompt's ids or their number. If a template prints the
+date, one of the chats shows which day the engine prints.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Made(NamedTuple):
     """A chat with the gateway's token ids of it.
 
     `by_chat`: whether to send it to the engine as a real chat, because the engine's /tokenize would make other ids than
-    a real chat gets. `path`: its API path.
+    a real chat gets. `path`: the API path of the real chat.
     """
 
     body: dict[str, Any]
@@ -83,7 +84,7 @@ class Made(NamedTuple):
 
 
 class NotAsked(Exception):
-    """Raised if an engine did not report its tokens. `final`: whether it would not help to ask again."""
+    """Raised if an engine did not report its tokens. `final`: whether another attempt would fail in the same way."""
 
     def __init__(self, why: str, final: bool = False):
         super().__init__(why)
@@ -91,7 +92,7 @@ class NotAsked(Exception):
 
 
 class EngineTokens:
-    """Requests to one engine for its token ids. All methods raise NotAsked if the engine cannot be asked.
+    """Requests to one engine for its token ids. All methods raise NotAsked if the engine does not report them.
 
     `url`: the engine's URL. `model`: a name by which it serves its model, or None.
     """
@@ -102,7 +103,7 @@ class EngineTokens:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def of_texts(self, texts: list[str]) -> list[Answer]:
-        """Return the engine's ids of each text, from its /tokenize: once without and once with special tokens."""
+        """Return the answers of the engine's /tokenize: two for each text, without and with special tokens."""
         return await asyncio.gather(*(self._of_text(text, special) for text in texts for special in (False, True)))
 
     async def _of_text(self, text: str, special: bool) -> Answer:
@@ -117,9 +118,10 @@ class EngineTokens:
     async def of_chat(
         self, body: dict[str, Any], by_chat: bool, path: str = CHAT
     ) -> tuple[int, list[int] | int | None]:
-        """Return the HTTP status of the engine's answer, and its token ids of a chat, or their number.
+        """Return the HTTP status of the engine's answer, and its token ids of a chat, or only their number.
 
-        The second value is None if the engine reports neither. `by_chat`: send a real chat instead of using /tokenize.
+        The second value is None if the engine reports neither. `by_chat`: whether to send a real chat at once, without
+        trying /tokenize. `path`: the chat's API path; on /v1/messages, the engine is asked for the number only.
         """
         if path == MESSAGES:
             status, told = await self._post(f"{MESSAGES}/count_tokens", body)
@@ -167,10 +169,10 @@ async def tokens_of(replica: Replica) -> AsyncIterator[EngineTokens]:
 
 
 async def chats_differ(engine: EngineTokens, chats: Iterable[Made]) -> str:
-    """Compare the engine's tokens of these chats with the gateway's; return "" if they are equal.
+    """Compare the engine's token ids of these chats with the gateway's; return the difference, or "" if there is none.
 
-    Otherwise the result says how they differ, or is NOTHING_SHOWN if the engine renders none of the chats. Chats that
-    the engine does not render are left out. Raises NotAsked if the engine could not be asked.
+    Chats that the engine cannot render are left out. If it renders none, NOTHING_SHOWN is returned, a text that says
+    so. Raises NotAsked if the engine could not be asked.
     """
     compared, failed = 0, 0
     for body, ids, by_chat, path in chats:
@@ -188,10 +190,10 @@ async def chats_differ(engine: EngineTokens, chats: Iterable[Made]) -> str:
 
 
 async def days_printed(engine: EngineTokens, pipeline: Pipeline) -> Collection[date]:
-    """Return the dates that the engine may print in a chat now, out of today's dates in all time zones.
+    """Return the dates that the engine may print in chats now, out of the dates that it is today in any time zone.
 
-    The result is one date if the engine's token ids show it, and empty if its ids equal the gateway's for none of the
-    dates. Raises NotAsked.
+    One chat is tokenized with each of these dates, and the dates with the engine's token ids are returned: usually one,
+    and none if the engine makes other ids. All are returned if the engine does not show its ids. Raises NotAsked.
     """
     days = days_in(ALL_ZONES, pipeline.clock.now())
     for body in CHATS:
@@ -213,11 +215,11 @@ def made_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
 
 
 def efforts_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
-    """Yield the chats whose reasoning effort changes the gateway's token ids, and then the one without thinking.
+    """Yield the chats whose reasoning effort changes the gateway's token ids, and then one with thinking disabled.
 
-    An engine may have flags that replace efforts by others, which its /tokenize does not apply. It may also have a flag
-    for the effort of requests to /v1/messages that disable thinking. `day`: the date that the engine prints in chats;
-    None: today.
+    An engine may have flags that replace one effort by another. Its /tokenize does not apply them, so these are real
+    chats. The last chat is for /v1/messages, where another flag sets the effort of requests that disable thinking.
+    `day`: the date that the engine prints in chats; None: today.
     """
     plain = pipeline.made(CHAT, json.dumps(CHATS[0]).encode(), day)
     matters = False

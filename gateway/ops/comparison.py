@@ -75,7 +75,10 @@ class ComparedEngine:
     names: frozenset[str] = frozenset()  # its models and adapters when the differences were last passed to the pipeline
 
     def tell(self, found: str | None = None) -> None:
-        """Update the message on the tokenizer that the engine's replicas show; `found`: a new finding."""
+        """Update the message about the tokenizer in the status of the engine's replicas.
+
+        `found`: the result of a comparison, in words; None if only other findings have changed.
+        """
         if found is not None:
             self.found = found
         why = next(reversed(self.doubts.held.values()), "")
@@ -92,7 +95,7 @@ class ComparedEngine:
 
 
 class TokenizerComparison:
-    """The comparison of each engine's tokens with those of one pipeline, to which the results are applied."""
+    """The comparison of each engine's tokens with those of one pipeline. The pipeline is given the results."""
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class TokenizerComparison:
         return other | {id for id, one in compared.items() if one.how != in_use} if in_use in alike else set()
 
     def made_otherwise(self, engine: str, prompt: Prompt, body: bytes, why: str) -> None:
-        """Record that an engine's tokens of a prompt differed from the gateway's, in number or otherwise.
+        """Record that an engine's tokens of a prompt differ from the gateway's, in number or in their ids.
 
         `body`: the request's body, b"" if it is no longer in memory. `why`: the difference, in words.
         """
@@ -176,7 +179,7 @@ class TokenizerComparison:
             found.tell()
 
     def made_alike(self, engine: str, prompt: Prompt) -> None:
-        """Record that an engine counted a doubted prompt as the gateway did."""
+        """Record that an engine counted as many tokens as the gateway in a prompt whose kind is doubted (`Doubts`)."""
         if (found := self._maker_of(engine, prompt)) is None or (has := features_of(prompt, b"")) is None:
             return
         if found.doubts.counted_alike(has):
@@ -189,7 +192,10 @@ class TokenizerComparison:
             self._judged()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> ComparedEngine | None:
-        """Return what was found about an engine, or None if the prompt was tokenized by other rules than today's."""
+        """Return the findings about an engine, or None if they say nothing about this prompt.
+
+        They do not if the gateway has since changed its tokenizer, or its way of making tokens.
+        """
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
 
@@ -226,9 +232,9 @@ class TokenizerComparison:
         return engine.pipeline is not self._pipeline()
 
     async def _follow(self, replica: Replica, engine: ComparedEngine) -> None:
-        """Compare the engine; if its chats print the date, then also ask which date at each quarter of an hour.
+        """Compare the engine once; if its chats print the date, ask for the date again at each quarter of an hour.
 
-        At a quarter of an hour, a new day may have begun in the engine's time zone.
+        Time zones differ by multiples of a quarter of an hour, so a new day may begin at each of these times.
         """
         await self._compare(replica, engine)
         pipeline, answers = engine.pipeline, True
@@ -290,9 +296,9 @@ class TokenizerComparison:
     async def _compare_chats(self, replica: Replica, engine: ComparedEngine) -> None:
         """Compare the engine's tokens of the fixed chats, and try again while the engine cannot be asked.
 
-        If the rules by which this version of the engine writes chats are known, it is asked for some seconds only, to
-        see whether its flags change the rules. If they are not known, the engine is asked until it answers, and after
-        some seconds its chats are matched as text.
+        For some engine versions, the gateway knows how they render chats. The comparison then only finds out whether
+        flags change that, and gives up after some seconds. For other versions it goes on until the engine answers, and
+        after some seconds the engine's chats are matched as text.
         """
         said, pipeline, pauses = engine.found, engine.pipeline, self._pauses
         for asked in count(1):
@@ -338,11 +344,11 @@ class TokenizerComparison:
         await self._adopt(pipeline)
 
     async def _differing_chats(self, replica: Replica, engine: ComparedEngine) -> tuple[str, str]:
-        """Return how the engine's tokens of chats differ, and how those of chats with a reasoning effort do.
+        """Return two texts: how the engine's tokens of plain chats differ, and those of chats with a reasoning effort.
 
-        Each is "" if there is no difference. Raises NotAsked if the engine does not answer the chats without an effort.
-        If it does not answer those with an effort, no difference is returned: the token counts that it reports with
-        real answers show one later.
+        Each is "" if no difference is known. Raises NotAsked if the engine does not report its tokens of plain chats.
+        If it does not report those of chats with an effort, the second text is "": the token counts in its real answers
+        show a difference later.
         """
         pipeline, day = engine.pipeline, None
         async with tokens_of(replica) as asked:
@@ -360,9 +366,9 @@ class TokenizerComparison:
     async def _look_at_date(self, asked: EngineTokens, engine: ComparedEngine, zones: frozenset[int]) -> date | None:
         """Ask the engine for its tokens of one chat, and return the date that it prints there.
 
-        Returns the earliest date if several are possible, today if the tokens match no date, and None, without asking,
-        if the model's chats print no date. Also updates the engine's possible time zones, out of `zones`. Raises
-        NotAsked.
+        If several dates are possible, the earliest is returned; if the tokens match no date, today. If the model's
+        chats print no date, None is returned without asking. `zones`: the time zones in which the engine may be.
+        `engine.zones` is set to those of them that fit the date. Raises NotAsked.
         """
         pipeline = engine.pipeline
         if not pipeline.prints_date:
@@ -373,9 +379,9 @@ class TokenizerComparison:
         return min(printed, default=date.fromtimestamp(since))
 
     def _chats_of(self, pipeline: Pipeline, day: date | None) -> list[Made]:
-        """Return the fixed chats with the gateway's token ids.
+        """Return the fixed chats with the gateway's token ids, for engines that print the date `day` in chats.
 
-        They are computed again only if the way of making ids or the date `day` has changed since the last call.
+        The result is cached until the day, or the gateway's way of making ids, changes.
         """
         key = pipeline.made_by, day
         if self._chats[0] != key:
@@ -397,9 +403,11 @@ class TokenizerComparison:
         return await self._threads.run(pipeline.directory, "", function, *args)
 
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
-        """Read the tokenizer's files as the compared engines do; if engines differ, as the first of them does.
+        """Have the gateway read the tokenizer's files in the way in which the compared engines read them.
 
-        `found`: the verdict on an engine that was just compared. It may have the tokenizer loaded already.
+        If engines differ, the way of the first of them is used. If no engine's way is known, it is the most likely one
+        for engines of this version. `found`: the verdict on an engine that was just compared, which may have the
+        tokenizer loaded already.
         """
         async with self._turn:
             if pipeline is not self._pipeline():
@@ -416,16 +424,16 @@ class TokenizerComparison:
                 pipeline.adopt(verdict, any(one.compared for one in known), self._differing(pipeline, how))
 
     def _differ(self, pipeline: Pipeline) -> None:
-        """Tell the pipeline the known differences at once, so that it marks no affected prompt as exact any more.
+        """Pass the known differences to the pipeline at once, so that no affected prompt counts as exact any more.
 
-        `_adopt` tells them too, but later: it may have to wait for a lock and for a thread.
+        `_adopt` passes them too, but may have to wait for a lock and a thread first.
         """
         pipeline.differ(self._differing(pipeline, pipeline.reading.how if pipeline.reading is not None else None))
 
     def _differing(self, pipeline: Pipeline, how: str | None) -> Differences:
         """Return for which models, chats and kinds of bodies the engines' tokens are not the gateway's, and why.
 
-        `how`: the way in which the gateway reads the tokenizer's files.
+        `how`: the way in which the gateway reads the tokenizer's files, in words; None if they are not read yet.
         """
         texts: dict[str, str] = {}
         chats: dict[str, str] = {}

@@ -118,9 +118,10 @@ async def examine(config: Config, side: str = "", is_named: bool = False) -> Asy
 
 
 async def facts(config: Config, side: str, is_named: bool) -> AsyncIterator[Any]:
-    """Yield the data that checks look at, each fact as soon as it is known; its type decides which checks need it.
+    """Yield the data that checks look at, such as settings, engines and models' files, each as soon as it is known.
 
-    `side`, `is_named`: as in `examine`.
+    The type of a fact decides which checks get it. `side`: the URL of a gateway's admin API. `is_named`: whether the
+    operator gave that URL with --admin, so that a gateway has to run there.
     """
     settings, urls = config.settings, [*known_urls(config.settings)]
     yield config

@@ -1,9 +1,10 @@
 """The kinds of request bodies for which one engine reported another token count than the gateway computed.
 
-A kind is a set of features of a body (`prompt.features`). One odd answer is no evidence: because of a strange string, a
-new month at midnight or a wrong usage, all plain chats would have no exact prompts for as long as the engine runs. A
-kind is therefore *doubted* after its first miscounted body, and its token counts are not used to refuse requests. It is
-*held* to be inexact after a second, different body, and trusted again after ENOUGH equal counts in a row.
+A kind is a set of features of a body (`prompt.features`). One wrong count is no evidence: a strange string, a new month
+at midnight or a wrong usage report may cause it. It must not make all plain chats inexact for as long as the engine
+runs. Therefore a kind is only *doubted* after its first miscounted body: its token counts are not used to refuse
+requests. After a second, different body it is *held* to be inexact. It is trusted again after ENOUGH equal counts in a
+row.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Kind:
 class Doubts:
     """The doubts about one engine's tokens, by kind of bodies.
 
-    A kind is a set of features, and covers all bodies that have these features, and maybe others besides.
+    A kind is a set of features. A body is of that kind if it has all of these features; it may have others too.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Doubts:
     def miscounted(self, body: frozenset[str] | None, prompt: Prompt, why: str) -> bool:
         """Record that the engine tokenized a body differently from the gateway; return whether any doubt changed.
 
-        `body`: the body's features; None: they are not known any more. `why`: the difference, in words.
+        `body`: the body's features, or None if they can no longer be determined. `why`: the difference, in words.
         """
         api = frozenset((prompt.path,))
         body = api if body is None else api | body
@@ -74,7 +75,10 @@ class Doubts:
         self.kinds[plainer] = kind
 
     def counted_alike(self, body: frozenset[str]) -> bool:
-        """Record a body that the engine counted as the gateway did, and return whether a kind is trusted again."""
+        """Record that the engine counted a body's tokens as the gateway did; return whether a kind is trusted again.
+
+        `body`: the body's features.
+        """
         before = len(self.kinds)
         for kind in self._covering(body):
             kind.alike += 1
@@ -82,15 +86,19 @@ class Doubts:
         return len(self.kinds) < before
 
     def counted_elsewhere(self, body: frozenset[str], is_alike: bool) -> None:
-        """Record how another engine of the model counted a body with these features."""
+        """Record whether another engine of the model counted a body's tokens as the gateway did (`is_alike`).
+
+        `body`: the body's features.
+        """
         for kind in self._covering(body):
             kind.elsewhere = kind.elsewhere + 1 if is_alike else 0
 
     @property
     def stands_alone(self) -> bool:
-        """Whether the other engines make prompts of a plain kind as the gateway does, and this one does not.
+        """Whether this engine alone tokenizes a plain kind of bodies differently from the gateway.
 
-        A doubt about an unusual kind does not count: the engine keeps exact prompts of all other kinds.
+        The other engines of the model must have counted enough such bodies as the gateway did. A doubt about an unusual
+        kind does not matter here, since the engine's prompts of all other kinds stay exact.
         """
         return any(
             kind.held and kind.elsewhere >= ELSEWHERE and len(known - PLAIN) <= 1 for known, kind in self.kinds.items()

@@ -41,9 +41,10 @@ def _term(one: Mapping[str, Any], name: str) -> float:
 
 
 def _spread(shown: Sequence[Mapping[str, Any]], name: str | None) -> float:
-    """Return a measure of how much a cost term differs between replicas.
+    """Return how much a cost term differs between replicas, in seconds, for sorting terms by it.
 
-    A thousandth of the term's size is added, which decides between terms that differ equally.
+    A thousandth of the term's largest value is added, so that of two terms with equal differences the larger comes
+    first. `name`: the term, or None for 0.
     """
     found = [_term(one, name) for one in shown] if name is not None else [0.0]
     return max(found) - min(found) + 1e-3 * max(found)
@@ -92,8 +93,8 @@ def _answer_line(told: Mapping[str, Any]) -> str:
 def _rows(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], names: Mapping[str, str | None]) -> list[str]:
     """Return the lines of the table of replicas.
 
-    `shown`: the replicas in the order of the rows. `names`: by cost term, None if the term has a column of its own, or
-    REST if it is part of that sum.
+    `shown`: the replicas in the order of the rows. `names`: for each cost term, None if it has a column of its own, or
+    REST if it is added up with others in the last column of terms.
     """
     kept, rest = [name for name in names if names[name] is None], [name for name in names if names[name] == REST]
     weighed = shown[0]["seconds"] is not None
@@ -126,7 +127,10 @@ def _mark(one: Mapping[str, Any], apart: Mapping[str, Any] | None) -> str:
 
 
 def _held(one: Mapping[str, Any], tokens: int) -> str:
-    """Return as text how many of the prompt's `tokens` tokens a replica has in its KV cache, also by slower tier."""
+    """Return as text how many of a prompt's tokens are in a replica's KV cache, in all and in each slower tier.
+
+    `tokens`: the number of the prompt's tokens.
+    """
     cached = one["overlap_tokens"] + sum(run["tokens"] for run in one["lower_tiers"])
     tiers = "".join(f", {run['tokens']} {run['tier']}" for run in one["lower_tiers"])
     return f"{cached} ({cached / max(1, tokens):.0%}){tiers}"

@@ -1,6 +1,6 @@
-"""The increase of counters and histograms between two looks at them.
+"""The increase of counters and histograms between two readings of them, called looks.
 
-Counters only grow, so the increase within a time can be had by comparing two looks, at no further cost for requests.
+Counters only grow, so the difference of two looks is the increase in between, and requests do no extra work for it.
 Overload control looks at the end of each of its windows, the live page once a second.
 """
 
@@ -24,7 +24,7 @@ class Gains:
         self._before: dict[Any, Any] = {}
 
     def look(self, metric: Counter | Histogram) -> Iterator[tuple[Any, Any]]:
-        """Yield the label values of each series that changed since the last look, with its increase."""
+        """Yield the label values and the increase of each series that has changed since the last look."""
         if not isinstance(metric, Histogram):
             yield from self.grown(metric.values).items()
             return

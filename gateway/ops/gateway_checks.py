@@ -247,7 +247,10 @@ class Gateway:
 
 
 async def find_gateway(config: Config, side: str, is_named: bool = False) -> Gateway:
-    """Ask the admin API at the URL `side` for a gateway's status, and return what is known of the gateway."""
+    """Ask the admin API at the URL `side` for a gateway's status, and return what it shows, or why it shows nothing.
+
+    `is_named`: whether the operator gave the URL with --admin, so that a gateway has to run there.
+    """
     gateway = Gateway(config, side, is_named)
     try:
         gateway.status = await asyncio.to_thread(ask, side, config, "GET", "/status", seconds=ADMIN_SECONDS)
@@ -348,7 +351,10 @@ def inexact_prompts(gateway: Gateway) -> Iterator[Finding]:
 
 
 def refused_requests(gateway: Gateway) -> Iterator[Finding]:
-    """Warn if engines refused more than 1 % of the requests, and of each tenant whose limits refused any."""
+    """Warn of requests that were refused by engines, if they are more than 1 % of all, or by a tenant's limit.
+
+    Tenants get a warning each, for the limit that refused their requests.
+    """
     totals = gateway.status.get("totals", {})
     for why, number in totals.get("refused_by_engines", {}).items():
         if number > 0.01 * totals["requests"]:

@@ -7,12 +7,13 @@ Whoever adds a replica there receives prompts and API keys. Three kinds of stran
   comes: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send `Sec-Fetch-Site`
   only to localhost and over https, so this header alone is no protection. Requests that may change something must also
   be `application/json`, which a form cannot send.
-* Pages whose host name was rebound to this machine's address after they were loaded. They have our origin, but not our
-  name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address is always
-  allowed, since nobody can rebind one.
+* Pages whose host name was rebound to this machine's address after they were loaded (DNS rebinding). A browser takes
+  the gateway for their own site, so `Origin` does not give them away, but `Host` has the page's name. `Host` must
+  therefore name this machine, or be a name given with `--admin-allow-host`. An address is always allowed, since nobody
+  can rebind one.
 * Everybody else on the network. Without a token the admin API listens on a loopback address only (`settings` enforces
   that). With a token, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic,
-  for which a browser asks. Only the two probes (PROBES) are answered without the token.
+  for which a browser asks. Only the two probes, /livez and /readyz, are answered without the token.
 """
 
 from __future__ import annotations

@@ -135,6 +135,6 @@ def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> No
 def access(method: str, path: str, status: int, seconds: float, **fields: Any) -> None:
     """Write one request's line to the access log. Fields that are None are left out.
 
-    The caller has to check whether the access log is on. `seconds`: from the request's begin to its end.
+    Call this only if the access log is on. `seconds`: the time from the request's begin to its end.
     """
     event(_access, logging.INFO, f"{method} {path} {status}", seconds=seconds, **fields)

@@ -149,7 +149,7 @@ def labels_of(key: Key) -> Labels:
 class Metric:
     """A metric: its name, its help text, and its series by the values of their labels.
 
-    `labels`: each label with all values that it can have; LATER if these are known at run time only.
+    `labels`: for each label, all values that it can have, or LATER if they are known at run time only.
     """
 
     __slots__ = ("name", "help", "labels", "values")
@@ -174,7 +174,7 @@ class Metric:
     def keys(self, known: Mapping[str, Collection[str]]) -> Iterator[Labels]:
         """Return the label values of all series: first every possible combination, then any other that has counts.
 
-        `known`: by label, the present values of those labels for which the metric states none (LATER).
+        `known`: the present values of each label whose values are known at run time only.
         """
         possible = [dict.fromkeys(values or known.get(label, ())) for label, values in self.labels.items()]
         return chain(product(*possible), [key for key in self.values if not all(map(contains, possible, key))])
@@ -214,7 +214,7 @@ class Counter(Metric):
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield the metric's lines of the metrics page.
 
-        `known`: by label, the present values of those labels for which the metric states none (LATER).
+        `known`: the present values of each label whose values are known at run time only.
         """
         series = ((key, self.values.get(key, 0)) for key in self.keys(known))
         return _lines(self.name, "counter", self.help, self.labels, series)
@@ -223,7 +223,7 @@ class Counter(Metric):
 class Histogram(Metric):
     """A distribution per combination of labels' values: `observe("r1", 0.25)`, `observe(("premium", "m"), 0.25)`.
 
-    Buckets are upper bounds, inclusive.
+    `bounds`: the upper bounds of the buckets; an observation that equals a bound is in that bound's bucket.
     """
 
     __slots__ = ("bounds",)
@@ -267,8 +267,8 @@ class Histogram(Metric):
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield the metric's text for the metrics page, one piece for each series.
 
-        All lines of a series are made at one moment, and so agree with each other. `known`: by label, the present
-        values of those labels for which the metric states none (LATER).
+        All lines of a series are made at one moment, and so agree with each other. `known`: the present values of each
+        label whose values are known at run time only.
         """
         name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
@@ -435,9 +435,9 @@ class Metrics:
         self._known[label] = values
 
     def read_from(self, reader: Callable[[], Reading]) -> None:
-        """Call `reader` at each scrape for further values.
+        """Add a reader, a function that each scrape calls for values that are not counted here.
 
-        `reader`: returns values by the names of metrics in READ.
+        It returns the values by the names of their metrics, which READ defines with type, help text and labels.
         """
         self._readers.append(reader)
 
@@ -503,7 +503,7 @@ def _log_failure(part: str, error: Exception) -> None:
 def lines(reading: Reading) -> Iterator[str]:
     """Yield the lines of the metrics page for values that a reader returned (`Metrics.read_from`).
 
-    `reading`: values by the names of metrics in READ.
+    `reading`: the values by the names of their metrics, which READ defines with type, help text and labels.
     """
     for name, numbers in reading.items():
         kind, help, labels = READ[name]

@@ -23,7 +23,7 @@ def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]
 
 
 def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    """Return the status's entries of the replicas that serve this model, ready or not, as far as is known."""
+    """Return the entries, in the gateway's status, of all replicas that may serve this model, ready or not."""
     return [one for one in status["replicas"] if _may_serve(one, model)]
 
 

@@ -50,9 +50,11 @@ def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Ou
 
     `output_tokens`: the expected length of the answer.
     `output_basis`: the answers from which that length was learned, and the mean before `max_tokens` bounded it.
-    `ttft_seconds`, `answer_seconds`: how long the first and the last token from each replica are predicted to take.
-    `terms`, `seconds`: each replica's cost and the terms that add up to it; none for a policy that computes no costs.
-    `tied`: whether a replica costs at most `tolerance_seconds` more than the cheapest, which the policy takes as equal.
+    `replicas`: an entry for each candidate, with the fields below.
+    `ttft_seconds`, `answer_seconds`: the predicted times until the first and until the last token of the answer.
+    `terms`, `seconds`: the terms of the replica's cost, and their sum; {} and None if the policy computes no costs.
+    `tied`: whether the replica costs at most `tolerance_seconds` more than the cheapest, so that the policy treats both
+    as equal.
     """
     demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
@@ -112,10 +114,10 @@ def _limit(policy: Policy, totals: Sequence[float]) -> float:
 
 
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
-    """Return the seconds until the first and the last token, if the replica is as fast as when it last answered.
+    """Return the predicted times until the first and the last token, in seconds.
 
-    The policy's own costs (`terms`) may be lower for a replica that was slow: what it learned of a replica's speed
-    fades while the replica is not used.
+    They assume that the replica is as fast as it was at its last answers. The policy's own costs (`terms`) may be lower
+    for a replica that was slow, since it forgets the slowness while the replica is not used.
     """
     costs, cached = candidate.costs.as_delivered(), candidate.cached
     fetch = candidate.fetch_seconds
@@ -196,7 +198,7 @@ def _whole(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _allowed(told: Mapping[str, Any]) -> str:
-    """Return a clause that says so if admission excluded other replicas that could take the request, else ""."""
+    """Return a clause that says that admission excluded some replicas that could take the request, or ""."""
     narrowed = told.get("narrowed", "")
     pool = " of the slow pool" if narrowed == SPILLED else ""
     return f"{pool} that admission allows to take it" if narrowed else ""
@@ -245,7 +247,7 @@ def _price(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _within(told: Mapping[str, Any]) -> str:
-    """Return a clause that says by how much the costs of replicas treated as equal may differ."""
+    """Return a clause with the greatest cost difference, in seconds, at which the policy treats replicas as equal."""
     return f" to within {span(tolerance)}" if (tolerance := told.get("tolerance_seconds")) else ""
 
 

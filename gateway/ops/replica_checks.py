@@ -54,16 +54,16 @@ class Engine:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the doctor does not check the engine itself, because the running gateway does not use it now.
+        """Whether the doctor does not ask the engine anything, because the running gateway does not use it now.
 
-        The gateway has followed the engine at this address for some time. What answers there now may be no engine, and
-        the doctor, which looks only once, would misjudge it. An engine that an operator has drained is checked, unless
-        the gateway launched it.
+        The gateway has observed this address for some time, and the doctor looks only once: it could misjudge what
+        answers there now, which may be no engine. An engine that an operator has drained is asked, unless the gateway
+        launched it.
         """
         return any(one.get("state") in (NOT_IN_USE if one.get("managed") else KEPT_OUT) for one in self.known)
 
     async def ask(self) -> None:
-        """Ask the engine what it serves and how, and set `facts`."""
+        """Ask the engine for its models, version and other facts, and set `facts`."""
         self.facts = await self.way.find(PROBE_SECONDS)
         if self.facts.serving:
             self.address = self.address._replace(source=self.way.events)
@@ -83,7 +83,7 @@ class Engine:
 
     @cached_property
     def problems(self) -> dict[str, Problem]:
-        """The problems for a gateway that show in what the engine reports of itself, by subject."""
+        """The problems that the engine's own facts show, by subject, such as "block size"."""
         facts, source = self.facts, self.address.source
         more = {"name": self.way.problem, "block size": facts.unfit(self.settings.block_size, source)}
         return problems_of(facts, source, facts.events(source)) | {name: one for name, one in more.items() if one}
@@ -141,9 +141,10 @@ def _remedy_of_silence(fault: str | None, port: int) -> str:
 
 
 def own_words(engine: Engine) -> Iterator[Finding]:
-    """Report the engine's problems.
+    """Report the problems of an engine that need no trial.
 
-    They are those in a running gateway's status or, if none knows the engine, those that the engine itself shows.
+    If a running gateway knows the engine, they are those in the gateway's status, in its own words. Otherwise they are
+    those that the engine's facts show.
     """
     if engine.is_left_out or not (engine.known or engine.facts.serving):
         return
@@ -164,7 +165,10 @@ def own_words(engine: Engine) -> Iterator[Finding]:
 
 
 def _by_weight(what: str, remedy: str, subject: str) -> Finding:
-    """Return a failure if the problem makes the replica's whole cache unusable, and a warning for any other."""
+    """Return a finding about a problem: a failure if it makes the replica's whole cache unusable, else a warning.
+
+    `what`: the problem, in words. `remedy`: what to do about it. `subject`: what the line in the report is about.
+    """
     return (fail if any(one in what for one in CACHE_UNUSED) else warn)(what, remedy, subject)
 
 
@@ -260,7 +264,7 @@ def by_model(serving: Iterable[Engine]) -> list[list[Engine]]:
 def block_sizes(model: Model) -> Iterator[Finding]:
     """Check that the replicas of a model have the same block size.
 
-    Whether it is the one in the settings is checked by `own_words`.
+    `own_words` compares it with the block size in the settings.
     """
     sizes = {one.id: one.facts.block_size for one in model.engines if one.facts.block_size}
     given = model.engines[0].settings.block_size
@@ -287,9 +291,9 @@ def _each(told: Mapping[str, int]) -> str:
 
 
 def hash_seeds(model: Model) -> Iterator[Finding]:
-    """Warn if engines with slower cache tiers, which may be shared, hash blocks with a seed that is random per process.
+    """Warn if engines whose slower cache tiers may be shared hash their blocks with a random seed.
 
-    One engine then does not find what another has put into a shared tier.
+    The seed differs between processes, so one engine does not find the blocks that another has put into a shared tier.
     """
     tiered = [one for one in model.engines if one.facts.scrape and one.facts.scrape.external_queries]
     random = [one.id for one in tiered if one.facts.dialect.has_random_hash_seed(one.facts.version)]
@@ -379,7 +383,7 @@ class ModelFiles:
             self.unusable = str(error)
 
     def follow(self, facts: Facts | None) -> None:
-        """Make prompts from now on as engines of the version in `facts` do; None: as the newest version does."""
+        """Make prompts as engines of the version in `facts` do; with None, as engines of the newest version do."""
         if self.pipeline is not None:
             self.pipeline.follow(facts.dialect.version_quirks(facts.version) if facts is not None else {})
 

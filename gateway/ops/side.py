@@ -31,8 +31,8 @@ _server_log = logging.getLogger("hitherto.admin.http")  # aiohttp's own messages
 def _of_ours(record: logging.LogRecord) -> bool:
     """Return whether a log record is about an error of the gateway itself, not about a client's broken request.
 
-    A client that sends no HTTP, or a body that is not encoded as its head says, has got a 400 already. Such requests,
-    as port scanners send them, must not fill the log.
+    Broken requests are bytes that are no HTTP, as port scanners send them, and bodies with a wrong encoding. Their
+    clients have got a 400 already, and they must not fill the log.
     """
     foreign = (http.HttpProcessingError, web.RequestPayloadError)
     return not (record.exc_info and isinstance(record.exc_info[1], foreign))

@@ -144,7 +144,7 @@ class Spans:
     def close(self) -> None:
         """Send the spans that are left, and return after FLUSH_SECONDS at most.
 
-        The limit is enforced here, since neither the SDK nor the exporter keeps to one.
+        The limit is enforced here, since neither the SDK nor the exporter keeps its own.
         """
         closing = threading.Thread(target=self._batches.shutdown, name="traces", daemon=True)
         closing.start()
@@ -154,7 +154,7 @@ class Spans:
 
 
 class _Seldom(logging.Handler):
-    """A logging handler that passes on each message of the SDK once in QUIET_SECONDS.
+    """A logging handler that passes on each message of OpenTelemetry's SDK at most once in QUIET_SECONDS.
 
     The SDK repeats its message for every batch of spans that it could not send.
     """
@@ -176,7 +176,7 @@ class _Seldom(logging.Handler):
 
 
 class _Kept(logging.Handler):
-    """A logging handler that collects the SDK's messages in `said`."""
+    """A logging handler that collects the messages of OpenTelemetry's SDK in the list `said`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ OTHER_TOKENS = (
 def new_prompt(block_size: int) -> str:
     """Return a new random prompt that fills at least three blocks of `block_size` tokens.
 
-    It has a word for each token that is needed, and each word has at least one token.
+    It has as many words as it needs tokens, since each word has at least one token.
     """
     return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
 
@@ -81,13 +81,16 @@ class Trial:
 
     @property
     def may_be_wider(self) -> bool:
-        """Whether blocks may be several times larger than reported, and a prompt of such blocks fits the context."""
+        """Whether the engine's blocks may be larger than it reports, and a prompt of such blocks fits its context.
+
+        They may if the engine does not report the block size of its attention layers.
+        """
         replica = self.replica
         told = replica.scrape.attention_block_size if replica.scrape is not None else None
         return not told and (replica.max_model_len or 0) > 8 * WIDER * self.block_size
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a request to the replica and return its JSON answer. Raises Refused, or a subclass, if none comes."""
+        """Post a request to the replica and return its JSON answer. Raises Refused or a subclass if there is none."""
         try:
             url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
             async with self.engine.way.session.post(
@@ -122,7 +125,7 @@ class Trial:
         raise missing[0]
 
     def learn(self, told: Blocks) -> bool:
-        """Use the block format that KV events show from now on; return whether it differs from the one before."""
+        """Use the block format that KV events show from now on; return whether it changes the hashes of prompts."""
         known, self.told = (self.block_size, self.replica.looks_ahead), told
         return self.replica.store_as(told.size, told.ahead, told.parts) and known != (self.block_size, told.ahead)
 
@@ -167,8 +170,8 @@ async def try_replica(trial: Trial) -> AsyncIterator[Finding]:
 def _not_tried(trial: Trial, error: Exception, said: str, remedy: str = LOG) -> Finding:
     """Return the finding that the replica could not be tried because of `error`.
 
-    It is a warning if the replica wants a key or has too much to do, else a failure. `said`: the finding's text.
-    `remedy`: what to do about a failure.
+    It is a warning if the replica requires an API key or has too much to do, else a failure. `said`: the finding's
+    text. `remedy`: what to do about a failure.
     """
     remedies = {Locked: trial.remedies.models, Busy: "run the doctor again when the engine has less to do"}
     return (warn if type(error) in remedies else fail)(said, remedies.get(type(error), remedy))
@@ -195,7 +198,7 @@ async def _trial(trial: Trial) -> AsyncIterator[Finding]:
 
 
 async def _same_tokens(trial: Trial) -> Finding:
-    """Compare the engine's tokens of fixed texts and chats with the gateway's, as a gateway does with a new replica."""
+    """Compare the engine's tokens of fixed texts and chats with the gateway's; running gateways do the same."""
     subject, pipeline = f"tokens {trial.id}", trial.pipeline
     assert pipeline is not None
     found = await TokenizerComparison(lambda: pipeline, is_single=True).compare_once(trial.replica)
@@ -214,8 +217,9 @@ async def _same_tokens(trial: Trial) -> Finding:
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
     """Send the prompt while listening to KV events, and check that the events have the prompt's blocks.
 
-    They must be the blocks that the gateway would look up for this prompt. If the events show another block format than
-    the engine reports, the check is repeated with that format.
+    The block hashes must be those that the gateway computes for this prompt. If the events show another block format
+    than the engine reports, the check is repeated with that format. `source`: where the replica publishes its KV
+    events.
     """
     subject, cachemap, replica = f"events {trial.id}", CacheMap(64 * 2**20), trial.replica
     slot = cachemap.attach(trial.id, replica.num_blocks, True)

@@ -146,7 +146,10 @@ class View:
         }
 
     def _unserved(self) -> list[str]:
-        """Return the models that replicas serve, served or have to serve, but that none can answer for now."""
+        """Return the known models for which no replica takes requests now.
+
+        A model is known if a replica serves it, served it earlier, or was added as a replica of it.
+        """
         known = {*self.gone(), *self.expected_back()}
         for replica in self.replicas.values():
             known |= {*self.served_by(replica.id), *replica.models}
@@ -184,7 +187,7 @@ class View:
         }
 
     def _of_template(self, replica: Replica) -> list[str]:
-        """Return the problems with the files of the replica's model, and with its chat template, in words."""
+        """Return the problems with the model's files and its chat template, in words, that affect this replica."""
         member = self.models.members.get(replica.id) if self.models is not None else None
         if member is None:
             return []
@@ -262,10 +265,7 @@ class View:
         return by_slot.get(self.slots.get(id, -1), 0)
 
     def _load(self, id: str) -> Load:
-        """Return the load that this gateway alone has on the replica.
-
-        Whoever shows the figures of several gateways adds them up.
-        """
+        """Return the load on the replica that comes from this gateway alone, without that of other gateways."""
         return Load(*self.ledger.own(id))
 
 
@@ -332,9 +332,10 @@ def _refused_tenants(metrics: Metrics) -> list[dict[str, Any]]:
 
 
 def _legs(metrics: Metrics) -> dict[str, Any]:
-    """Return how many requests that could be split into two legs (prefill, decode) were split, and how legs ended.
+    """Return how many requests were split into two legs (prefill, decode), and how these legs ended.
 
-    `apart`: the number that were split. `whole`: the number that were not.
+    Only requests that could be split are counted. `apart`: the number that were split. `whole`: the number that were
+    not.
     """
     ended: dict[str, dict[str, float]] = {str(leg.value): {} for leg in Leg}
     for (leg, outcome), number in metrics.legs.values.items():
@@ -387,9 +388,10 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
 
 
 def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
-    """Return in words the problems of a replica that show in traffic, KV events or the operator's `block_size`.
+    """Return in words the problems of a replica that the gateway has found in traffic, KV events or its settings.
 
-    Problems that the engine itself reports (`Replica.problems`) are not among them.
+    Problems that the engine itself reports (`Replica.problems`) are not among them. `intake`: the intake of its KV
+    events, or None. `block_size`: the block size that the operator set, or None.
     """
     found = [*(intake.problems if intake else ()), *replica.unlike]
     if problem := replica.unfit(block_size):

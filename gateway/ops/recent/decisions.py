@@ -67,7 +67,7 @@ class Sampler:
         self._next = 0.0
 
     def arm(self, now: float) -> None:
-        """Observe the next decision, if the last sample was taken long enough ago. `now`: monotonic seconds."""
+        """Sample the next decision, unless the last sample is too recent. `now`: monotonic seconds."""
         if now >= self._next:
             self._placing.onlooker = self
 
@@ -77,8 +77,8 @@ class Sampler:
     def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[Ways]]) -> Acted | None:
         """Sample this decision; called as the observer of decisions (`placing.Onlooker`).
 
-        Also passes the decision on to the policies in shadow mode. Returns what is to be called once the request has
-        been placed, or None.
+        Also passes the decision on to the policies in shadow mode, with `ways`, which returns the ways of splitting the
+        request into two legs. Returns a function that the caller calls with the request's placement, or None.
         """
         self.disarm()
         begun, told = perf_counter(), None
@@ -175,7 +175,10 @@ def text_in(body: bytes) -> str:
 
 
 def _collect(of: Any, parts: list[str]) -> None:
-    """Append to `parts` the texts in a parsed body, in order, from the fields in which APIs have prompts."""
+    """Append to `parts` the texts of the prompt in a parsed request body, in order.
+
+    `of`: the body, or a part of it. Only the fields that APIs use for prompts are searched.
+    """
     if isinstance(of, str):
         parts.append(of)
     elif isinstance(of, list):

@@ -1,7 +1,7 @@
 """The growth of the metrics' counters in the last 15 minutes, by time slot, for the live page.
 
-A slot is 5 s long for the whole gateway, and 20 s for each replica. Requests do no work for it: once a second the
-counters are looked at, and their growth since the last look is added to the present slot. Slots begin at whole
+A slot is 5 s long for the whole gateway, and 20 s for each replica. Requests do no work for these figures: once a
+second the counters are read, and their growth since the last reading is added to the present slot. Slots begin at whole
 multiples of their length on the wall clock, so that the slots of several workers can be added up. They take 102 kB for
 the gateway, and 26 kB for each replica.
 """
@@ -65,9 +65,10 @@ Row = Sequence[float]
 
 
 def _columns(name: str, labels: tuple[str, ...]) -> list[int | slice]:
-    """Return the columns to which the growth of a series is added, if the values of its labels decide that.
+    """Return the columns of a row to which the growth of a series is added.
 
-    `name`: the metric. `labels`: the values of the series' labels.
+    Used for metrics whose series go to different columns by their labels, such as the status of a request. `name`: the
+    metric. `labels`: the values of the series' labels.
     """
     if name == "admission":
         return [AT["refused"]] if labels[0] == REFUSED else []
@@ -87,7 +88,10 @@ class Slots:
         self.rows, self.numbers = np.zeros((count, WIDTH)), np.full(count, -1)
 
     def row(self, now: float) -> np.ndarray:
-        """Return the row of the time slot that contains `now`; the row is all zeros if the slot has just begun."""
+        """Return the row of the time slot that contains `now`; a new slot's row is all zeros.
+
+        `now`: the wall clock, in seconds.
+        """
         number = int(now // self.seconds)
         at = number % self.count
         if self.numbers[at] < number:
@@ -96,7 +100,10 @@ class Slots:
         return found
 
     def last(self, now: float, seconds: int) -> np.ndarray:
-        """Return a boolean for each row: whether its time slot is within the last `seconds`."""
+        """Return a boolean array: for each row, whether its time slot is within the last `seconds`.
+
+        `now`: the wall clock, in seconds.
+        """
         found: np.ndarray = self.numbers > int(now // self.seconds) - seconds // self.seconds
         return found
 
@@ -118,8 +125,10 @@ class Figures:
     def look(self, now: float, inflight: int, queued: int, waiting: int) -> None:
         """Add the growth of the counters since the last look to the present time slot.
 
-        `now`: the wall clock, in seconds. `inflight`, `queued`, `waiting`: the number of requests that are sent and not
-        ended, that wait in the gateway's queue, and that wait in engines' queues.
+        `now`: the wall clock, in seconds.
+        `inflight`: the number of requests that are sent to replicas and have not ended.
+        `queued`: the number that wait in the gateway's queue.
+        `waiting`: the number that wait in engines' queues.
         """
         for _ in self.pieces(now, inflight, queued, waiting):
             pass
@@ -150,7 +159,10 @@ class Figures:
         self._replicas.pop(replica, None)
 
     def kept(self) -> dict[str, Any]:
-        """Return the figures as JSON data, for `told`, perhaps in another process: rows by slot, sums by replica."""
+        """Return the figures as JSON data, for `told`, which may run in another process.
+
+        They are rows by time slot for the gateway, and sums for each replica.
+        """
         now, slots = self._now, self._slots
         known = slots.last(now, SLOT * SLOTS) & slots.rows.any(axis=1)
         rows = zip(slots.numbers[known].tolist(), slots.rows[known].tolist(), strict=True)
@@ -163,9 +175,9 @@ class Figures:
         }
 
     def written(self, seconds: int) -> dict[str, tuple[float, float]]:
-        """Return by replica the output tokens of the last `seconds`, and the seconds that writing them took.
+        """Return, by replica, the output tokens of the last `seconds`, and the seconds of decoding that they took.
 
-        The first token of each answer is not among them.
+        The first token of each answer is left out, since prefill makes it.
         """
         sums = {id: one.sum(self._now, seconds) for id, one in self._replicas.items()}
         return {id: (float(row[AT["decode_tokens"]]), float(row[AT["decode_seconds"]])) for id, row in sums.items()}
@@ -194,10 +206,10 @@ def _added(each: Iterable[Mapping[str, Row]]) -> dict[str, Row]:
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return the figures that the live page shows. `kept`: the data from `Figures.kept`.
+    """Return the figures that the live page shows, from the data of `Figures.kept`.
 
-    They are the figures of the last minute and of the whole 15 minutes, for the gateway and for each replica, and
-    curves over time. None stands for a figure without observations. `now`: the wall clock, in seconds.
+    They cover the last minute and the whole 15 minutes, for the gateway and for each replica, and have curves over
+    time. None stands for a figure without observations. `now`: the wall clock, in seconds.
     """
     rows = np.zeros((SLOTS, WIDTH))
     for slot, row in kept["rows"].items():

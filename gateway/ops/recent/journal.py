@@ -39,10 +39,10 @@ class Entry:
 
 @dataclass(slots=True)
 class Failure:
-    """The last failure of a replica, at the wall clock's time `at`.
+    """The last failure of a replica. `at`: when it happened, in seconds of the wall clock.
 
-    `why`: the failure in words. `why_down`: why the replica itself is down, which stands before the requests that fail
-    because of that; "" if only a request failed.
+    `why`: the failure in words. `why_down`: the reason why the replica is down, or "" if only a request failed.
+    Requests that fail soon after it went down are added to that reason in `why`.
     """
 
     at: float
@@ -51,7 +51,7 @@ class Failure:
 
 
 class Journal:
-    """The last MOST_ENTRIES events, and the last failure of each replica."""
+    """The last MOST_ENTRIES (300) events, and the last failure of each replica."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
@@ -59,9 +59,10 @@ class Journal:
         self._number = 0
 
     def note(self, now: float, kind: str, text: str, replica: str = "", level: str = PLAIN, times: int = 1) -> bool:
-        """Record an event; return False if it only repeats an entry of the last AGAIN_SECONDS.
+        """Record an event, and return whether that made a new entry.
 
-        `now`: the wall clock, in seconds. `times`: how often the event happened.
+        If the same event was recorded within the last AGAIN_SECONDS, it is counted on its old entry instead. `now`: the
+        wall clock, in seconds. `times`: how often the event happened.
         """
         text = text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
         for known in reversed(self.entries):

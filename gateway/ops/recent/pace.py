@@ -14,10 +14,10 @@ LEAST_TOKENS = 64.0  # tokens that a replica must write within a window: with fe
 
 
 class Slow(NamedTuple):
-    """A replica that is slow: how many times as long as the others it takes per output token, and since when.
+    """A replica that is slow compared with the other replicas of its model.
 
-    `each`, `others`: seconds per token of this replica, and the median of the others. `since`: the wall clock, in
-    seconds.
+    `each`: its seconds per output token. `others`: the median of the others. `times`: the first divided by the second.
+    `since`: when it became slow, in seconds of the wall clock.
     """
 
     times: float

@@ -20,8 +20,8 @@ Holders = Callable[[int, Sequence[int]], list[str]]
 class Group(NamedTuple):
     """A group of sampled prompts that share their first `end` blocks; it becomes a node of the tree.
 
-    `path`: the ids of the nodes above that node. `text_from`: the number of characters of the prompts' text that these
-    nodes show already.
+    `path`: the ids of the nodes above it. `text_from`: how many characters of the prompts' text the nodes above it
+    show.
     """
 
     samples: list[Sample]

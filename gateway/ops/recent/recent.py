@@ -1,7 +1,7 @@
 """The record of a gateway's last 15 minutes: figures, sampled decisions, shared prefixes and a journal of events.
 
-`Recent.follow` looks once a second at the state of the gateway. `Recent.kept` returns the record of one process. `told`
-makes the answer of `GET /recent` from such a record, and `merged` makes one record from those of several workers.
+`Recent.follow` updates the record once a second. `Recent.kept` returns the record of one process. `merged` combines the
+records of several workers. `told` makes the answer of `GET /recent` from a record.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recent:
         self._tree: tuple[float, dict[str, Any]] = (float("-inf"), {})
 
     async def follow(self) -> None:
-        """Record changes in the gateway once a second, until cancelled."""
+        """Update the record once a second, and sample decisions in between, until cancelled."""
         due = 0.0
         while True:
             begun = monotonic()
@@ -168,9 +168,10 @@ class Recent:
         self._words = {key: state for key, (state, _) in said.items()}
 
     def _said(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """Return the present states of event streams, the gateway and Redis.
+        """Return the present states of the KV event streams, of the gateway, and of its connection to Redis.
 
-        For each (kind, replica's id or ""): the state, and the text to record when the state changes.
+        The key is (kind, replica's id), with "" for what is no replica's. The value is the state, and the text to
+        record when the state changes.
         """
         view = self._view
         said = {("events", id): (one.state, f"{one.state}: {one.reason}") for id, one in [*view.intakes.items()]}

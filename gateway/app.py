@@ -81,9 +81,9 @@ class Gateway:
     ):
         """Make the parts of the gateway from its settings; nothing is started.
 
-        `costs`: the costs of tokens that another gateway has learned (`CostGroup.state`). `decision_prefix`: the start
-        of the ids that this gateway gives to requests it places for other proxies (`/decide`). `secrets`: the secrets
-        in the files that the settings name; None to read these files here.
+        `costs`: the learned costs of tokens, from another gateway's `CostGroup.state`; None to start with none.
+        `decision_prefix`: the first characters of the ids of requests that are placed for other proxies (`/decide`).
+        `secrets`: the contents of the secret files that the settings name; None to read these files here.
         """
         self.settings = settings
         secrets = read_secrets(settings) if secrets is None else secrets
@@ -294,7 +294,7 @@ class Gateway:
     # --- replicas come, change and go
 
     def _unlisted(self) -> str:
-        """Return in words why replicas may still be missing from the list of replicas, or "" if it is complete."""
+        """Return in words why the list of replicas may be incomplete now, or "" if it is complete."""
         if self._is_launching:
             return "engines are being launched"
         if self.discovery is not None and self.discovery.problem:
@@ -384,9 +384,10 @@ class Gateway:
                 self.map.clear(backend.slot)
 
     def _moved(self, replica: Replica, space: ModelSpace) -> None:
-        """Let the router know the replica's new space (the tokenizer, template and block size of its prompts).
+        """Update the router and the event intake after the replica's prompts were moved to another space.
 
-        If the replica's block format has changed, clear its part of the cache map and follow its KV events again.
+        `space`: the new tokenizer, template and block size of its prompts. If the block format has changed, the
+        replica's part of the cache map is cleared and its KV events are followed again.
         """
         backend = self.proxy.backends[replica.id]
         backend.candidate.space = space.number

@@ -54,8 +54,8 @@ def proxy(
 ) -> Proxy:
     """Make the proxy, which handles clients' requests.
 
-    `spans`: where traces are collected, None without tracing. `rooms`: the parts that the caller has made, by the name
-    of `Proxy`'s parameter.
+    `spans`: where traces are collected, or None without tracing. `rooms`: other parts of the proxy that the caller has
+    made, by the name of `Proxy`'s parameter.
     """
     if spans is not None:
         from .proxy.observers.traces import Traces
@@ -85,8 +85,8 @@ def proxy(
 def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
     """Return the limits of clients' requests, in bytes and seconds.
 
-    The largest accepted body is --max-body-bytes or, if that is not set, what the longest prompt of these models needs.
-    The caller computes the limits again when the models change.
+    The largest accepted body is --max-body-bytes or, without that setting, the bytes that the longest prompt of any
+    model may take. `pipelines`: those of all models. The caller computes the limits again when the models change.
     """
     largest = settings.max_body_bytes
     if largest is None:
@@ -214,8 +214,8 @@ def started() -> None:
 async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
     """Return how this request would be routed now, without sending it or changing anything.
 
-    If API keys are configured, the request is treated as one from a tenant. Raises the ApiError with which the gateway
-    would refuse the request.
+    If API keys are configured, the request is treated as that of a client with a valid key. If the gateway would refuse
+    the request, the ApiError of that refusal is raised.
     """
     from .ops.reasons import describe, explained, legs_told
 

@@ -39,9 +39,9 @@ class ApiError(Exception):
 
     `status`: the HTTP status; `message`: the text for the client.
     `type`, `param`, `code`: fields of the error object; if `type` or `code` is None, it follows from the status.
-    `headers`: headers of the answer, besides those that every error has.
+    `headers`: headers to add to those that every error has.
     `again`: False asks the client not to retry (OpenAI's and Anthropic's clients retry a 429 or 5xx by themselves).
-    `discreet`: the message for tenants, if `message` names replicas.
+    `discreet`: the message for tenants, who must not see replicas' names; None if `message` has none.
     `limit`: the name of the tenant's limit that refuses the request, for the log.
     """
 

@@ -50,9 +50,9 @@ class Service(Protocol):
 
 
 def run(settings: Settings, make: Callable[[], Service], started: Callable[[], None] = lambda: None) -> int:
-    """Serve until a signal and return the exit code. Raises ConfigError before anything is started.
+    """Run a service until a signal and return the exit code. Raises ConfigError before anything is started.
 
-    `make`: makes the service; called inside the event loop. `started`: called once the service serves.
+    `make`: returns the new service; called inside the event loop. `started`: called once the service accepts requests.
     """
     threads.share_one_heap()
     allow_many_connections()

@@ -67,7 +67,7 @@ class Handler(Protocol):
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
         """Return the headers and the body of an error with which a connection itself answers a request.
 
-        `target`: the request's target, b"" if it was not read.
+        `status`: the HTTP status. `message`: the error's text. `target`: the request's target, b"" if it was not read.
         """
 
     def sweep(self, now: float) -> None:
@@ -552,7 +552,11 @@ class Downstream(asyncio.Protocol):
             self._failed(error)
 
     def failed(self, exchange: Responder, error: Exception) -> None:
-        """Handle an exception in the code that answers a request: log it, and answer 500 if the request is current."""
+        """Handle an exception in the code that answers a request: log it, and answer 500 if that is still possible.
+
+        `exchange`: the object that answers the request. If it no longer answers the current request, the error is only
+        logged.
+        """
         if self.exchange is exchange:
             self._failed(error)
         else:

@@ -177,7 +177,10 @@ class Server:
         self._drained_by = 0.0
 
     async def end(self) -> int:
-        """Close all connections and stop listening; return how many were cut while an answer was in progress."""
+        """Close all connections and stop listening; return how many answers were cut off in progress.
+
+        Complete answers are sent first, for up to FLUSH_SECONDS.
+        """
         await self._flush(monotonic() + FLUSH_SECONDS)
         cut = self.busy
         await self.close()

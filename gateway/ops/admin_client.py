@@ -91,8 +91,9 @@ def ask(side: str, config: Config, method: str, path: str, body: bytes | None = 
 def _refusal(refused: urllib.error.HTTPError, side: str, config: Config) -> Exception:
     """Return the exception for an answer with an error status.
 
-    It is a refusal only if a gateway's admin API sent it, which a header shows. Otherwise it is Unanswered: engines,
-    and the port of a gateway for clients, send errors of the same format.
+    A header shows whether the answer comes from a gateway's admin API. If not, the exception is Unanswered: engines,
+    and a gateway's port for clients, send errors of the same format. If so, it is ConfigError for the admin token, else
+    ApiError.
     """
     if ADMIN_SIDE not in refused.headers:
         return Unanswered(f"what answers there, with status {refused.code}, is no gateway's admin side")

@@ -190,10 +190,11 @@ async def chats_differ(engine: EngineTokens, chats: Iterable[Made]) -> str:
 
 
 async def days_printed(engine: EngineTokens, pipeline: Pipeline) -> Collection[date]:
-    """Return the dates that the engine may print in chats now, out of the dates that it is today in any time zone.
+    """Return the dates that the engine may print in chats now. Raises NotAsked.
 
-    One chat is tokenized with each of these dates, and the dates with the engine's token ids are returned: usually one,
-    and none if the engine makes other ids. All are returned if the engine does not show its ids. Raises NotAsked.
+    The candidates are the dates that it is now in some time zone. One chat is tokenized with each of them, and those
+    that give the engine's token ids are returned: usually one, and none if the engine makes other ids. All are returned
+    if the engine does not show its ids.
     """
     days = days_in(ALL_ZONES, pipeline.clock.now())
     for body in CHATS:

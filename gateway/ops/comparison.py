@@ -106,9 +106,10 @@ class TokenizerComparison:
     ):
         """Create a comparison.
 
-        `pipeline`: returns the pipeline in use now, which makes the gateway's tokens. `judged`: called after an engine
-        was compared. `threads`: the threads that read the model's files. `is_single`: whether an engine that does not
-        answer is not asked again.
+        `pipeline`: returns the pipeline in use now, which makes the gateway's tokens.
+        `judged`: called after an engine was compared.
+        `threads`: the threads that read the model's files.
+        `is_single`: whether to ask each engine only once, even if it does not answer.
         """
         self._judged, self._threads = judged, threads or FolderThreads(1, 300.0)
         self._pipeline, self._pauses = pipeline, () if is_single else PAUSES
@@ -154,9 +155,10 @@ class TokenizerComparison:
         return engine
 
     def set_apart(self) -> set[str]:
-        """Return the engines whose tokens differ from the gateway's while those of other compared engines do not.
+        """Return the engines whose tokens differ from the gateway's, if those of another compared engine do not differ.
 
-        The result is empty if no compared engine makes the gateway's tokens.
+        If no compared engine makes the gateway's tokens, the result is empty, since the gateway may be the one that is
+        wrong.
         """
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
         other = {id for id, one in compared.items() if one.differs or one.differs_in_chats or one.doubts.stands_alone}

@@ -71,7 +71,10 @@ def _prompt_line(told: Mapping[str, Any]) -> str:
 
 
 def _answer_line(told: Mapping[str, Any]) -> str:
-    """Return in words how many tokens the answer is expected to have, and from what that is estimated."""
+    """Return in words how many tokens the answer is expected to have, and how that was estimated.
+
+    `told`: the data of the decision (`reasons.describe`).
+    """
     basis, expected = told["output_basis"], f"{told['output_tokens']:.0f} tokens expected"
     if basis["kind"] == "none":
         return "no tokens, as requests of this path write none"

@@ -198,7 +198,10 @@ def _whole(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _allowed(told: Mapping[str, Any]) -> str:
-    """Return a clause that says that admission excluded some replicas that could take the request, or ""."""
+    """Return a clause that says that admission excluded some replicas that could take the request, or "".
+
+    `told`: the data of the decision (`describe`), with admission's decision as `narrowed`.
+    """
     narrowed = told.get("narrowed", "")
     pool = " of the slow pool" if narrowed == SPILLED else ""
     return f"{pool} that admission allows to take it" if narrowed else ""
@@ -217,7 +220,8 @@ def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
 def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return the explanation of a choice by a policy that computes no costs in seconds.
 
-    `other`: of the replicas not chosen, the one with the fastest predicted answer.
+    `told`: the data of the decision (`describe`). `chosen`: the entry of the chosen replica. `other`: of the other
+    replicas, the entry of the one with the fastest predicted answer.
     """
     return (
         f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer is predicted to "
@@ -227,10 +231,10 @@ def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[
 
 
 def _not_the_least(told: Mapping[str, Any], least: Mapping[str, Any]) -> str:
-    """Return why a replica was chosen that is not the cheapest.
+    """Return why another replica than the cheapest was chosen.
 
-    Either the ledger that gateways share decided, or the policy makes another copy of a popular prefix. `least`: the
-    cheapest replica.
+    Either the load ledger that gateways share decided, or the policy makes another copy of a popular prefix. `told`:
+    the data of the decision (`describe`). `least`: the entry of the cheapest replica.
     """
     if told.get("shared"):
         return "by the load of all gateways, which this one sees later"
@@ -247,12 +251,18 @@ def _price(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _within(told: Mapping[str, Any]) -> str:
-    """Return a clause with the greatest cost difference, in seconds, at which the policy treats replicas as equal."""
+    """Return a clause with the greatest cost difference, in seconds, at which the policy treats replicas as equal.
+
+    `told`: the data of the decision (`describe`).
+    """
     return f" to within {span(tolerance)}" if (tolerance := told.get("tolerance_seconds")) else ""
 
 
 def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the other replica's cost as text, or its difference from the chosen one's if both round to the same."""
+    """Return the cost of the other replica as text.
+
+    If it rounds to the same text as the chosen replica's cost, the difference between the two is returned instead.
+    """
     if span(other["seconds"]) != span(chosen["seconds"]):
         return span(other["seconds"])
     apart = other["seconds"] - chosen["seconds"]
@@ -260,7 +270,7 @@ def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _why(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return in words the chosen replica's greatest advantage over the other replica."""
+    """Return in words the greatest advantage of the chosen replica over the other one, by the terms of their costs."""
     gains = {term: other["terms"].get(term, 0.0) - seconds for term, seconds in chosen["terms"].items()}
     name = max(gains, key=gains.__getitem__)
     if gains[name] < LEAST_REASON * chosen["seconds"]:

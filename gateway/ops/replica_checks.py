@@ -131,7 +131,10 @@ def _remedy_of_kept_out(entry: Mapping[str, Any]) -> str:
 
 
 def _remedy_of_silence(fault: str | None, port: int) -> str:
-    """Return what to do about an engine that serves nothing. `fault`: the kind of failure, such as "refused"."""
+    """Return what to do about an engine that serves nothing.
+
+    `fault`: the kind of failure, such as "refused", or None. `port`: the port in the engine's URL.
+    """
     return {
         "refused": f"another program may listen there, which `ss -ltnp 'sport = :{port}'` on its machine names; start the "
                    "engine on a free port, or correct its URL",
@@ -247,8 +250,8 @@ class Model:
 def by_model(serving: Iterable[Engine]) -> list[list[Engine]]:
     """Return the engines in groups that serve the same base model.
 
-    Engines that report no model join the others if these all serve one model, since the gateway then sends them
-    requests for that model too. Otherwise they are a group of their own.
+    Some engines report no model. If all others serve one model, they join these, since the gateway sends them requests
+    for that model too. Otherwise they are a group of their own.
     """
     groups: list[tuple[set[str], list[Engine]]] = []
     for engine in sorted(serving, key=lambda one: not base_names(one.facts.models)):

@@ -91,7 +91,8 @@ class Spans:
     def begin(self, name: str, attributes: Attributes, headers: Mapping[str, list[str]]) -> Trace:
         """Start the trace of a request, and decide whether it is sampled.
 
-        `name`, `attributes`: of the request's span. `headers`: the client's `traceparent` and `tracestate`, by name.
+        `name`, `attributes`: those of the request's span. `headers`: the values of the client's `traceparent` and
+        `tracestate` headers, by header name.
         """
         context = self._propagator.extract(headers) if len(headers.get("traceparent", ())) == 1 else None
         parent = get_current_span(context).get_span_context() if context is not None else None

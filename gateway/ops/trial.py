@@ -111,9 +111,9 @@ class Trial:
         return reply
 
     async def ask(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Let the engine compute this prompt; return the path of the endpoint that took it, and the JSON answer.
+        """Have the engine compute this prompt; return the path of the endpoint that took it, and the JSON answer.
 
-        Raises Refused.
+        Each of the endpoints in ASKED_AT is tried until one is served. Raises Refused.
         """
         missing = []
         for path, prompt in ASKED_AT.items():
@@ -331,7 +331,7 @@ class Pair:
 
 
 def pairs(trials: Sequence[Trial]) -> Iterator[Pair]:
-    """Yield one pair for each kind of prefill replica and each kind of decode replica of one model.
+    """Yield one pair for each combination of a kind of prefill replica and a kind of decode replica of one model.
 
     Replicas with the same role, engine, traits and KV transfer are of one kind. Pairs of the same two kinds fail alike,
     except for faults of addresses and networks. Two sorts of transfers are left out: those for which both requests must

@@ -326,7 +326,7 @@ def counted(
 
 
 def _refused_tenants(metrics: Metrics) -> list[dict[str, Any]]:
-    """Return the tenants and limits that refused most requests since the start, most first."""
+    """Return which limits of which tenants have refused the most requests since the start, most first."""
     refused = sorted(metrics.tenant_refusals.values.items(), key=lambda one: (-one[1], one[0]))[:MOST_REFUSED]
     return [{"tenant": tenant, "limit": WORDS[kind], "requests": number} for (tenant, kind), number in refused]
 
@@ -344,9 +344,10 @@ def _legs(metrics: Metrics) -> dict[str, Any]:
 
 
 def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return for each priority class admission's decisions, and predicted compared with real times to first token.
+    """Return, for each priority class, the counts of admission's decisions, and times to first token.
 
-    `waiting`: by class, the number of requests that wait now. In the result, `queued` counts all that ever waited.
+    The predicted and the real mean time to first token are both given, for comparison. `waiting`: by class, the number
+    of requests that wait now. In the result, `queued` counts all that ever waited.
     """
     found: dict[str, dict[str, Any]] = {}
     for (decision, name, reason), number in metrics.admission.values.items():

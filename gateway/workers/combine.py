@@ -1,9 +1,9 @@
 """Pure functions that combine several workers' metrics pages and statuses into one.
 
 The metrics page keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`. It has no sums
-over workers: a worker that is replaced begins at zero, the sum would fall, and `rate()` misreads a counter that falls.
-A status is for people, who want one answer. Counts are added up there; where workers differ otherwise, the worst
-worker's view is shown.
+over workers. A worker that is replaced starts to count at zero, so a sum would fall, and Prometheus' `rate()` misreads
+a counter that falls. A status is for people, who want one answer. Counts are added up there; where workers differ
+otherwise, the worst worker's view is shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Redis server that workers share if no `--redis-url` names one. It listens on a unix socket and writes no files.
 
-Like launched engines, the server runs below a keeper process (`replicas.launch.supervisor`). That process starts the
-server again when it dies, and ends it when the workers' supervisor ends, in whatever way that happens.
+Like a launched engine, the server is started by a `Supervisor` (`replicas.launch.supervisor`), which restarts it when
+it dies. It runs as the child of a keeper process, which ends it if this process dies, even by a kill signal.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Worker(Admin):
         return answer({"status": gateway.status(), "counts": counts, "connections": gateway.server.open})
 
     async def kept(self, request: web.Request) -> web.Response:
-        """Answer with this worker's figures of the last 15 minutes, which the supervisor merges over all workers."""
+        """Answer with this worker's record of the last 15 minutes; the supervisor merges those of all workers."""
         return answer(self.gateway.recent.kept())
 
     async def loads(self, request: web.Request) -> web.Response:

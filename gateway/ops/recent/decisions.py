@@ -1,7 +1,8 @@
 """Samples routing decisions as they are made, with their reasons, for the live page.
 
-`arm` installs the sampler as the observer of decisions, and the sampler removes itself after the next decision. A few
-decisions a second are thus explained, however many are made, and the others take no more time than without a sampler.
+`Sampler.arm` installs the sampler as the observer of decisions. After one decision the sampler removes itself. At most
+two decisions a second are thus explained, however many are made, and the others take no more time than without a
+sampler.
 """
 
 from __future__ import annotations

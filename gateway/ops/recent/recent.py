@@ -170,8 +170,8 @@ class Recent:
     def _said(self) -> dict[tuple[str, str], tuple[str, str]]:
         """Return the present states of the KV event streams, of the gateway, and of its connection to Redis.
 
-        The key is (kind, replica's id), with "" for what is no replica's. The value is the state, and the text to
-        record when the state changes.
+        Each key is (kind, id), where the id is a replica's for a KV event stream, and "" for the other two. Each value
+        is the state, and the text to record when the state changes.
         """
         view = self._view
         said = {("events", id): (one.state, f"{one.state}: {one.reason}") for id, one in [*view.intakes.items()]}

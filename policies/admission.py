@@ -18,9 +18,9 @@ tried in their order until one accepts the request; if none does, it is refused:
     reject    it is refused
     observe   alone: always sent; requests that `reject` would have refused are counted
 
-Order: classes that have had less than their reserved fraction of the replicas' capacity precede those that have had it;
-among equals, the higher priority goes first (`fair_share`). Within a class, `class_queue` decides. When the queue is
-full, requests of the lowest class are displaced.
+Order: classes that have used less than their reserved fraction of the replicas' capacity come before classes that have
+used all of it. Among equals, the higher priority goes first (`fair_share`). Within a class, `class_queue` decides. When
+the queue is full, requests of the lowest class are displaced.
 
 A *fleet* is the replicas of one model. Not every request can go to every replica. Requests of one class for the same
 replicas share one queue, and a waiting request claims only its own replicas against requests behind it. A request for
@@ -69,8 +69,8 @@ _LEARNED = 3  # how many first tokens must have been observed for a group's cost
 class Space:
     """The bounded capacity for waiting requests, shared by the queues of all models in this process.
 
-    `requests`, `bytes`: how many requests wait now, and their bytes; `untold`: requests that were displaced by others
-        and that `Admission.turned_out` has not yielded yet.
+    `requests`, `bytes`: how many requests wait now, and the bytes that they take in memory.
+    `untold`: how many displaced requests `Admission.turned_out` has not yielded yet.
     """
 
     __slots__ = ("requests", "bytes", "untold", "fleets")
@@ -156,8 +156,8 @@ class Admission:
     def await_replica(self, request: QueuedRequest, tokens: int, why: str, now: float) -> bool:
         """Queue a request for which no replica is ready, or keep it queued; return whether it waits.
 
-        It may wait as long as a request that waits for room. `tokens`: the tokens of its prompt; `why`: a key shared by
-        all requests that wait for the same replicas.
+        It may wait as long as a request that waits for room. `tokens`: the number of its prompt tokens. `why`: a key
+        that all requests which wait for the same replicas have in common.
         """
         if request.waits and request.deadline <= now:
             self.leave(request, now)
@@ -306,7 +306,8 @@ class Admission:
     def _class_queue(self, qos: QosClass, targets: frozenset[str], guess: float) -> ClassQueue:
         """Return the queue for requests of this class that may go to these replicas; create it if there is none.
 
-        `guess`: for a new queue, how many seconds of prefill leave it per second, until that is measured.
+        `guess`: the pace that a new queue is assumed to have until its pace is measured. A pace is how many predicted
+        seconds of prefill leave the queue per second (`Pace`).
         """
         found = next((one for one in self.queues if one.qos is qos and one.targets == targets), None)
         if found is None:
@@ -404,8 +405,9 @@ class Admission:
     def heads(self, now: float) -> Iterator[QueuedRequest]:
         """Yield the waiting requests to decide on, in order; call `ask` for each before taking the next.
 
-        The first is the head of the first queue. If it still waits after `ask`, the head of the next queue follows that
-        has replicas other than those of the queues before it, and so on.
+        The first one is the head of the first queue. If a request still waits after `ask`, the replicas of its queue
+        count as full. The next request is then the head of the first queue that is not limited to replicas of one such
+        full set.
         """
         full: list[frozenset[str]] = []
         while True:
@@ -458,7 +460,8 @@ class Admission:
     def _left(self, request: QueuedRequest) -> None:
         """Release the queue capacity of a request that no longer waits.
 
-        Also drops entries of past requests in the list of deadlines, before they outnumber the waiting requests.
+        Also removes the entries of such requests from the list of deadlines once they may outnumber the waiting
+        requests.
         """
         self.space.requests -= 1
         self.space.bytes -= request.size
@@ -469,8 +472,9 @@ class Admission:
     def turned_out(self, now: float) -> Iterator[tuple[QueuedRequest, AdmissionDecision]]:
         """Yield the requests displaced since the last call and those past their deadline, each with the decision on it.
 
-        A request past its deadline comes with QUEUED, to be decided on again (`ask`), if its class has steps after
-        `wait` or if no replica is ready for it. Otherwise it is removed from the queue and refused.
+        A displaced request is refused. A request past its deadline leaves its queue and is refused too, unless its
+        class has further steps after `wait` or no replica is ready for it. In these cases it stays in its queue with
+        the decision QUEUED, and the caller must decide on it again (`ask`).
         """
         while self._gave_way:
             request, reason = self._gave_way.popleft()
@@ -486,7 +490,11 @@ class Admission:
                 yield request, self._to_return(request, self._late(request, now), now)
 
     def _to_return(self, request: QueuedRequest, refused: AdmissionDecision, now: float) -> AdmissionDecision:
-        """Count a refusal, and return it with a `retry_after` that comes after those of the requests refused before."""
+        """Count a refusal, and return it with the time after which the client should retry.
+
+        This time (`retry_after`, in seconds) is booked after those of the class's earlier refusals, so that refused
+        requests come back one after another.
+        """
         qos, share = request.qos, self._fair_share
         if _is_for_its_class(request, refused.reason):
             owed, beyond, flood = self.refused[qos.name]
@@ -502,11 +510,11 @@ class Admission:
         return refused._replace(retry_after=seconds)
 
     def _make_space(self, request: QueuedRequest, now: float) -> bool:
-        """Make space in the queue for a request by displacing others; return whether there is space for it.
+        """Displace waiting requests to make space in the queue for a new one; return whether there is space for it.
 
         Nobody is displaced unless that makes enough space. Requests of lower classes are displaced first, from the
-        lowest class up, in the queues for all models. Then come requests of the same class whose tenant has more in the
-        queue than this request's tenant.
+        lowest class up, whichever model they wait for. If that is not enough, requests of the same class follow, from a
+        tenant that has more in the queue than the new request's tenant.
         """
         rules, space = self.rules, self.space
         count, size = space.requests + 1 - rules.max_requests, space.bytes + request.size - rules.max_bytes
@@ -530,10 +538,11 @@ class Admission:
         return True
 
     def _lower(self, qos: QosClass) -> list[tuple[Admission, ClassQueue]]:
-        """Return the queues whose requests may be displaced by a class's, the lowest class first, each with its fleet.
+        """Return the queues from which requests of lower classes may be displaced, the lowest class first.
 
-        A fleet is the replicas of one model. Other fleets' queues are compared by their class's priority alone, since a
-        class's use of one fleet says nothing about another.
+        `qos`: the class of the request that needs the space. Each queue comes with the admission of its fleet, which is
+        the replicas of one model. Queues of this fleet are compared by the rank of their classes. Those of other fleets
+        are compared by priority alone, since a class's use of one fleet says nothing about another.
         """
         rank = self._fair_share.rank
         own = rank(qos)
@@ -546,10 +555,10 @@ class Admission:
         return sorted(found, key=lambda one: one[0]._fair_share.rank(one[1].qos), reverse=True)
 
     def _of_peers(self, request: QueuedRequest, count: int, size: int) -> list[QueuedRequest] | None:
-        """Return the requests of the same class that a request would displace; None if that is not fair or not enough.
+        """Return the requests of the same class that a new request would displace.
 
-        They are of the tenant that has most in the queue. `count`, `size`: how many requests' and bytes' worth of queue
-        space is lacking.
+        They belong to the tenant that has most in a queue. Returns None if displacing them would be unfair to that
+        tenant, or would not make enough space. `count`, `size`: how many requests and bytes of queue space are lacking.
         """
         resource: Resource = "count" if count > 0 else "size"
         queues = [one for one in self.queues if one.qos is request.qos and one.count]
@@ -584,11 +593,11 @@ class Admission:
         return name in self._odd
 
     def _shed(self, asked: Question) -> AdmissionDecision:
-        """Decide on a request that overload control refuses, unless an idle replica or the overflow pool can take it.
+        """Refuse a request for overload control, unless an idle replica or the overflow pool can take it.
 
-        It is sent to an idle replica that no higher class claims; its answer helps to see whether the overload is over.
-        It is sent to the overflow pool if its class has `spill` among its steps and the pool's replicas do not serve
-        other requests.
+        It is sent to an idle replica for which no request of its own or a higher class waits: its answer helps to see
+        whether the overload is over. It is sent to the overflow pool if `spill` is among its class's steps and no
+        replica of the pool is one of its candidates anyway.
         """
         idle = [index for index in asked.room if not asked.estimates[index].there]
         if free := unclaimed(idle, asked.places, self._before(asked.request, asked.now)):
@@ -609,22 +618,22 @@ class Admission:
     # --- outcomes
 
     def first_token(self, request: QueuedRequest, seconds: float) -> None:
-        """Learn the TTFT margin (the factor on predictions) from a first token.
+        """Learn the TTFT margin, a factor on predicted TTFTs, from one measured first token.
 
-        `seconds`: the time from when its client began to wait. First tokens are used, as the ends of answers come too
-        late in a burst. Predictions by costs that had not learned yet are skipped: the costs correct that error
-        themselves, and the margin would keep it for hundreds of answers.
+        `seconds`: the time from when the request's client began to wait. The margin is learned at first tokens because
+        in a burst the ends of answers come too late. It is not learned from a prediction by costs that had not learned
+        anything yet: the costs correct such an error themselves, but the margin would keep it for hundreds of answers.
         """
         if request.slo.ttft is not None and request.learned:
             self.fit.ttft_margin.learn(request.ttft, seconds, request.slo.ttft)
 
     def ended(self, request: QueuedRequest, ttft: float, tpot: float | None, counted: bool = True) -> bool | None:
-        """Learn the TPOT margin (the factor on predictions) from a complete answer.
+        """Learn the TPOT margin, a factor on predicted TPOTs, from a complete answer.
 
         Returns whether the request met its latency limits, None if it had none.
         `ttft`, `tpot`: measured seconds; `tpot` is None for answers too short to measure.
-        `counted`: the engine reported the number of tokens; otherwise the gateway counted events, which may have
-        several tokens each, and no margin is learned.
+        `counted`: whether the engine reported the number of tokens. If it did not, the gateway counted events, each of
+        which may carry several tokens, and no margin is learned.
         """
         limits = request.slo
         if counted and tpot is not None and limits.tpot is not None and request.costs is not None:

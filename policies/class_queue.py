@@ -52,9 +52,9 @@ class QueuedRequest:
 
 
 class Pace:
-    """The pace of a queue: how many seconds of prefill leave it per second, while some request waits in it.
+    """The measured pace of a queue: how many predicted seconds of prefill leave it per second.
 
-    `guess`: the pace that is assumed at first.
+    Only the time in which some request waits in the queue counts. `guess`: the pace assumed before any is measured.
     """
 
     __slots__ = ("_work", "_seconds", "_at")
@@ -67,7 +67,10 @@ class Pace:
         return self._work / self._seconds
 
     def passed(self, now: float, waiting: bool) -> None:
-        """Let the time pass up to `now`; `waiting`: whether some request waited in the queue since the last call."""
+        """Advance the measurement to the time `now`.
+
+        `waiting`: whether some request waited in the queue since the last call; if none did, that time is not counted.
+        """
         if waiting and now > self._at:
             kept = exp((self._at - now) / _WINDOW)
             self._work *= kept
@@ -75,7 +78,10 @@ class Pace:
         self._at = now
 
     def held_up(self, seconds: float) -> None:
-        """Do not count `seconds` since the last call in which the gateway was stalled and could send no request."""
+        """Leave a stall of the gateway out of the measured time.
+
+        `seconds`: for how long, since the last call of `passed`, the gateway was stalled and could send no request.
+        """
         self._at += seconds
 
     def left(self, work: float) -> None:
@@ -200,8 +206,8 @@ class ClassQueue(_Sums):
     def gives(self, count: int, size: int, share: int) -> list[QueuedRequest] | None:
         """Return the latest requests of the largest tenant that together free `count` requests and `size` bytes.
 
-        Returns None if they would leave this tenant less than `share`, the amount that the new request's tenant would
-        then have. In this way tenants share a full queue equally.
+        The space is for a new request, whose tenant would then have `share` (requests or bytes) in the queue. Returns
+        None if the largest tenant would be left with less than that. In this way tenants share a full queue equally.
         """
         resource: Resource = "count" if count > 0 else "size"
         most = self._most(resource)
@@ -235,8 +241,9 @@ class ClassQueue(_Sums):
     def ahead(self, name: str) -> float:
         """Return how many seconds of prefill would be sent before a new request of the tenant called `name`.
 
-        These are the tenant's own waiting requests and, from each other tenant, as much and one request more, but never
-        more than all that waits.
+        As tenants take turns, this is the work of the tenant's own waiting requests, the same amount of work of each
+        other waiting tenant, and one more average request of each of these. It is never more than all work in the
+        queue.
         """
         tenant = self._tenants.get(name)
         own = tenant.work if tenant is not None else 0.0

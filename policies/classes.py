@@ -17,11 +17,11 @@ class Slo(NamedTuple):
     tpot: float | None = None  # seconds from one token to the next, on average
 
     def over(self, other: Slo) -> Slo:
-        """Return these limits, with those of `other` where this has none."""
+        """Return these limits, with missing ones filled in from `other`."""
         return Slo(other.ttft if self.ttft is None else self.ttft, other.tpot if self.tpot is None else self.tpot)
 
     def within(self, other: Slo) -> Slo:
-        """Return the stricter of this and the other limit, for TTFT and for TPOT each."""
+        """Return for TTFT and for TPOT each the stricter limit of this and the other; None where neither has one."""
         return Slo(*[min((one for one in pair if one is not None), default=None) for pair in zip(self, other)])
 
 
@@ -90,9 +90,10 @@ class Classes:
     ) -> QosClass:
         """Return the class of a request.
 
-        `header`: a function from a header's name to its value in the request.
-        `key`: the tenant's name of the API key; `named`: the class that the key itself names, which takes precedence
-            over all rules.
+        `header`: a function that returns the request's value of the header with a given name, None if it has no such
+        header. `path`, `model`: the API path and the model that the request names.
+        `key`: the name of the tenant to whom the request's API key belongs. `named`: the class that is set for the API
+        key itself, which takes precedence over all rules.
         """
         if named is not None and (own := self._named.get(named)) is not None:
             return own

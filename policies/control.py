@@ -2,41 +2,44 @@
 
 Time is divided into windows of fixed length. At the end of each window, every class has a *pressure*: its p99 (and
 p99.9 if it had enough answers) of TTFT and TPOT, divided by its limits. Pressure that the last third of the window no
-longer shows is over (an engine that stalled, or answers that began during a fault and ended after it), and no step is
-taken for it. The *steps* against a class depend on the highest pressure among the classes above it:
+longer shows counts as over, and no step is taken for it: an engine may have stalled for a moment, or answers may have
+begun during a fault and ended after it. The *steps* against a class depend on the highest pressure among the classes
+above it:
 
     tighten   from 0.8   a replica counts as full for the class at 0.8 of its usual capacity
     cap       from 0.9   the class's answers are capped at `max_tokens_floor`
     halve     from 1.0   every other newcomer is refused, unless a replica is idle
     shed      from 1.0   waiting requests are refused at once, and all newcomers, unless a replica is idle
 
-These thresholds hold for the lowest class. One window takes as many steps from it as the pressure demands, but only one
-on a single slow answer or refusal. Steps are taken from the next class only once the lowest is shed and limits are
-still missed: each from a pressure of 1.0, one step a window. Nothing is taken from the classes of the highest priority.
-Steps are undone in reverse order, once the lasting pressure has fallen SLACK below their thresholds. A class that was
-shed comes back by half once the pressure of a whole window is that low (without its load, the last third says little
-about what it would do), and no earlier step is undone in the same window: half of its load shows what all of it would
-do to others. So everything is undone in two windows if one class was shed, plus one for each further class. No window
-both takes and undoes steps.
+These thresholds hold for the lowest class. A window takes as many steps against it as the pressure demands, but only
+one if a single slow answer or refusal causes the pressure. Steps against the next class are taken only once the lowest
+is shed and limits are still missed: one step a window, each at a pressure of at least 1.0. No step is taken against the
+classes of the highest priority. Steps are undone in reverse order, each once the lasting pressure has fallen below its
+threshold by a margin (SLACK). A class that was shed comes back by half once the pressure of a whole window is that low:
+without the class's load, the last third says little about what it would do. No earlier step is undone in the same
+window, because half of the load shows what all of it would do to others. So everything is undone in two windows if one
+class was shed, plus one for each further class. No window both takes and undoes steps.
 
 A request that was refused because no replica could meet its class's limits counts as a miss, like a slow answer, if a
 lower class had capacity that the rules would have given to it (`FairShare.is_owed`). If more than one request in a
-hundred missed that way, the pressure is at least REFUSED: overloaded replicas refuse most requests and answer few, all
-of them in time. Refusals demand no step if the class had its due, because it floods the replicas, or because lower
+hundred missed that way, the pressure is at least 1.0 (REFUSED): overloaded replicas refuse most requests and answer
+few, all of them in time. Refusals demand no step if the class had its due: it floods the replicas itself, or the lower
 classes are shed and have nothing left to give. If the class also had most of the capacity that all classes used, its
-slow answers demand no step up to a pressure of FLOODED, since a flood is admitted to just within the limit.
+slow answers demand no step up to a pressure of 1.25 (FLOODED), since a flood is admitted to just within the limit.
 
-The steps taken for a class are kept, for HOLD windows, while such refusals last to the end of a window (a shed class
-that comes back may fill all engines for some seconds), or while the class has too few requests to judge. After that the
-steps are undone as if there were no pressure; what a flood keeps shed is undone by a trial (see the next paragraph).
-That shows whether the fault is over, and nothing is taken for a class that no longer asks.
+The steps taken for a class are kept for two windows (HOLD) while such refusals last to the end of a window, since a
+shed class that comes back may fill all engines for some seconds. They are kept as long if the class has too few
+requests to judge. After that the steps are undone as if there were no pressure, which shows whether the fault is over,
+and nothing is taken for a class that no longer asks. What a flood keeps shed is undone by a trial (see the next
+paragraph).
 
 No class is refused in vain, either. If limits are only just met (pressure between 0.9 and 1.0), or are missed whatever
 is taken because no engine is fast enough, the pressure alone would keep lower classes shed for as long as the higher
-one asks. Therefore steps that refuse requests are all undone at once, as a *trial*, after they were unchanged for
-PATIENCE windows. They are taken again in the first window in which more than twice as many requests as before miss
-their limits, and at least HELPS more; the next trial then comes after twice as many windows. Until such a window no
-request is refused, and the trial ends once the pressure by itself would have undone the steps.
+one asks. Therefore steps that refuse requests are all undone at once, as a *trial*, after they were unchanged for six
+windows (PATIENCE). They are taken again in the first window in which clearly more requests than before miss their
+limits: more than twice as many, and at least 5 % of all requests (HELPS) more. The next trial then comes after twice as
+many windows. Until such a window no request is refused, and the trial ends once the pressure by itself would have
+undone the steps.
 
 `wants_more` reports that more replicas are needed, because some class missed its limits whatever was taken from others,
 or because too many requests of a class wait for an answer longer than their limit or are refused (`is_late`). For the
@@ -105,10 +108,11 @@ NO_ANSWERS: Answers = (None, None, None)
 
 
 class Refused(NamedTuple):
-    """Counts of a class's requests that were refused because nobody could meet its limits.
+    """Counts of a class's requests that were refused because no replica could meet the class's latency limits.
 
-    `owed`: refused while a lower class had capacity that this class should have had; `flood`: while no lower class had,
-        and this class had most of all capacity used; `beyond`: all others.
+    `owed`: refused while a lower class had capacity that this class should have had.
+    `flood`: refused while no lower class had such capacity, and this class itself had most of all capacity used.
+    `beyond`: all other such refusals.
     """
 
     owed: int = 0
@@ -144,7 +148,7 @@ class Refusals:
 
 
 class ControlStep(NamedTuple):
-    """One step of overload control against one class, as an element of the ladder of all steps."""
+    """One step of overload control against one class of requests; `Control.ladder` has all steps in order."""
 
     kind: str  # TIGHTEN, CAP, HALVE or SHED
     qos: str  # the name of the class against which the step is taken
@@ -163,10 +167,10 @@ class Change(NamedTuple):
 class SloRatio(NamedTuple):
     """The pressure of a class in a window: its highest latency divided by its limit, so that 1 is the limit.
 
-    `whole`: over the whole window, None if it has too few requests; only the undoing of `shed` depends on it.
-    `lasting`: the part of `whole` that the last third of the window shows as well; the other steps depend on it.
-    `firm`: the part of `lasting` that more than one request shows.
-    `unsure`: whether requests were refused and it is unknown whether other classes caused that.
+    `whole`: the pressure over the whole window, None if it has too few requests; only undoing `shed` depends on it.
+    `lasting`: the pressure that the last third of the window shows as well; the other steps depend on it.
+    `firm`: the lasting pressure that does not rest on a single slow answer or a single refusal.
+    `unsure`: whether many requests were refused, and it is unknown whether other classes caused that.
     `missed`: the share of requests that missed the limits, including refused ones.
     """
 
@@ -186,9 +190,10 @@ def slo_ratio(
 ) -> SloRatio:
     """Return a class's pressure in a window: how near it came to its latency limits, or how far it exceeded them.
 
-    `window`, `lately`: statistics of the answers in the whole window and in its last third; `refused`,
-        `refused_lately`: the refusals in each. The lasting pressure takes, for TTFT and TPOT each, the lower of the two
-        periods' figures, provided that the last third has its share of the required answers.
+    `window`, `lately`: statistics of the answers in the whole window, and of those in its last third. `refused`,
+    `refused_lately`: counts of the requests refused in these two periods. The lasting pressure takes, for TTFT and TPOT
+    each, the lower figure of the two periods. If the last third has too few answers, the figure of the whole window
+    counts.
     """
     whole, lasting, firm = (
         _share(limits, window, *which) for which in ((NO_ANSWERS, False), (lately, False), (lately, True))
@@ -225,17 +230,19 @@ def _is_missed(answers: float, missed: int, enough: float) -> bool:
 def _is_over(lately: Answers, missed: int) -> bool:
     """Return whether requests no longer missed their limits in the last third of a window.
 
-    It must have enough requests to judge, and too few `missed` ones to count.
+    False if that third has too few requests to judge. `lately`: statistics of its answers. `missed`: how many requests
+    were refused in it.
     """
     answers = answered(lately)
     return answers + missed >= ENOUGH * LATELY and not _is_missed(answers, missed, 0)
 
 
 def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float | None:
-    """Return the highest latency divided by its limit, of TTFT and TPOT; None without enough answers.
+    """Return how near answers came to their limits: the larger of TTFT / limit and TPOT / limit, by high percentiles.
 
-    `window`, `lately`: statistics of the whole window and of its last third; where the last third has enough answers,
-    the lower latency of both counts. `firm`: leave out the slowest answer.
+    `window`, `lately`: statistics of the whole window and of its last third. If the last third has enough answers, the
+    lower latency of the two periods counts. `firm`: leave out the slowest answer. Returns None if no latency has a
+    limit and enough answers in the window.
     """
     found = []
     for limit, seen, last in zip(limits, window, lately):
@@ -249,8 +256,8 @@ def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float |
 def is_late(answers: float, late: int, wanted: bool) -> bool:
     """Return whether more than one in a hundred requests of a class missed the TTFT limit and have no answer.
 
-    `answers`: requests that were answered; `late`: requests that have waited longer than the limit, or were refused.
-        The result is False for few requests, unless more replicas are `wanted` already.
+    `answers`: how many requests were answered. `late`: how many have waited longer than the limit, or were refused.
+    `wanted`: more replicas are wanted already; without that, the result is False for few requests.
     """
     return _is_missed(answers, late, 0 if wanted else ENOUGH)
 
@@ -272,11 +279,10 @@ class Control:
     """
 
     def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
-        """Build the ladder: the possible steps against the classes below the highest priority, in their order.
+        """Build the ladder of possible steps against the classes below the highest priority, the lowest class first.
 
-        `observes`: a function that returns whether all requests of a class are sent whatever is predicted; no steps are
-        taken against
-            such classes.
+        `observes`: a function that returns whether requests of a class are always sent. No steps are taken against such
+        a class.
         """
         # The pressure (latency / limit) of each class in the last window; None: too few requests to tell.
         self.pressures: dict[str, float | None] = {one.name: None for one in classes}
@@ -351,9 +357,10 @@ class Control:
         return undone
 
     def _highest(self, step: ControlStep, found: Mapping[str, SloRatio]) -> tuple[float, float]:
-        """Return the highest lasting pressure and the highest share of misses of some classes.
+        """Return the highest lasting pressure and the highest share of misses among the classes above a step.
 
-        These are the classes of higher priority than the one against which the step is taken.
+        These classes have a higher priority than the class against which the step is taken. `found`: the pressures by
+        class name.
         """
         above = self._above(step, found)
         return max([one.lasting for one in above]), max([one.missed for one in above])
@@ -390,14 +397,14 @@ class Control:
         return [found[name] for name in self._names_above(step)]
 
     def _is_kept(self, step: ControlStep) -> bool:
-        """Return whether a step is kept because the pressure of some higher class is uncertain (`_is_held`)."""
+        """Return whether a step is kept although no pressure demands it, as that of some higher class is uncertain."""
         return any(map(self._is_held, self._names_above(step)))
 
     def _is_held(self, name: str) -> bool:
-        """Return whether the steps taken for a class are kept although its pressure is uncertain.
+        """Return whether the steps taken in favour of this class are kept while its pressure is uncertain.
 
-        They are kept for up to HOLD windows. They are not kept for a class that is shed itself, since its requests are
-        refused and its pressure cannot be known.
+        They are kept for at most two windows in a row (HOLD). They are not kept at all if the class is shed itself: its
+        requests are refused, so its pressure cannot be known.
         """
         return 0 < self._unsure[name] <= HOLD and name not in self.taken_from(SHED)
 

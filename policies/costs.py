@@ -179,7 +179,8 @@ _CORRECTIONS = {size: _correction(size) for size in (len(TTFT_PRIOR), len(STEP_P
 class Fetch:
     """The learned seconds per token that a group's replicas take to fetch KV cache from each slower memory tier.
 
-    They are fitted as in `Fit`: on the logarithmic scale, each tier's by its share of the prediction.
+    Each tier's figure is fitted on the logarithmic scale, as in `Fit`. It learns from an observation in proportion to
+    the tier's share of the predicted seconds.
     """
 
     __slots__ = ("_seconds", "_variance")
@@ -257,9 +258,10 @@ class Speed:
         self._heard, self._decaying = True, False
 
     def decay(self, target: float, kept: float) -> bool:
-        """Move this speed towards the other replicas' speed `target`, if that is lower; return whether it is.
+        """Move this speed towards that of the other replicas, `target`, if theirs is lower; return whether it is.
 
-        `kept`: the share of the log distance to the target that remains.
+        A lower speed means faster answers. The speed moves towards 0.9 times the target, so that this replica is tried
+        again. `kept`: the share of the distance, on the logarithmic scale, that remains.
         """
         if self.value <= target:
             return False
@@ -270,10 +272,10 @@ class Speed:
         return True
 
     def forget(self) -> None:
-        """Move this speed towards 1, the group's, if there was no observation since the last call.
+        """Move this speed towards 1, the group's speed, if there was no observation since the last call.
 
-        A speed that `decay` moves is left alone. Otherwise, if the other replicas are faster than their group's model
-        says, it would stay behind them for ever.
+        A speed that `decay` moves is left alone. If the other replicas are faster than the group's model predicts,
+        moving it to 1 would leave this replica slower than them for ever.
         """
         if not (self._heard or self._decaying):
             self.value **= _FORGET
@@ -304,9 +306,10 @@ class Costs:
         return any(speed.value < _FADED * speed.delivered for speed in (self.ttft, self.step))
 
     def as_delivered(self) -> Costs:
-        """Return a copy with the speeds of the replica's last answers, without the decay since then.
+        """Return a copy with the speeds that the replica's last answers showed, without the decay since then.
 
-        By its decayed speeds, a replica that ran at an eighth of its speed counted as only 1.7 times as slow.
+        Decayed speeds understate how slow a replica was: one that ran at an eighth of its speed counted as only 1.7
+        times as slow.
         """
         made = Costs(self.group)
         made.ttft.value, made.step.value = self.ttft.delivered, self.step.delivered
@@ -354,13 +357,14 @@ class Costs:
     ) -> tuple[tuple[float, ...], tuple[float, float, float, float]]:
         """Return the features of the TTFT model for a request that meets `load`, and the four parts of its TTFT.
 
-        The parts are those of `ttft_parts`: fixed cost, own prefill, queue, and shared decode steps. The variable
-        `left` is the share of the current prefill step that remains, 1 if the step's start is unknown. An overdue step
-        is assumed to take as much longer as it is late, so a replica that hangs looks fully busy again, not done. The
-        step's attention is estimated as if its prompts were of equal length and uncached. The first three parts scale
-        with the replica's speed of prefill; decode steps have a speed of their own. No part includes the time by which
-        an answer is overdue, as nothing is learned from it. `least_time` has the same formulas, and a test compares
-        both.
+        The parts are those of `ttft_parts`, in seconds: fixed cost, own prefill, queue, and shared decode steps. The
+        first three scale with the replica's speed of prefill; decode steps have a speed of their own. No part includes
+        the time by which an answer is overdue, because nothing is learned from that time.
+
+        The variable `left` is the share of the current prefill step that remains, 1 if the step's start is unknown. An
+        overdue step is assumed to take as much longer as it is late already. A replica that hangs therefore looks fully
+        busy, not done. The attention in the step is estimated as if its prompts were of equal length and uncached.
+        `least_time` has the same formulas, and a test compares both.
         """
         speed, step = self.ttft.value, self.step_seconds(load)
         base, token, pair, queued, busy, crowd = self.group.ttft.coefficients
@@ -379,13 +383,13 @@ class Costs:
         )
 
     def backlog_seconds(self, load: Load, now: float = UNTIMED) -> float:
-        """Return by how many seconds a long queue takes longer, at least, than the coefficient `queued` predicts.
+        """Return by how many seconds, at least, a long queue takes longer than the coefficient `queued` predicts.
 
-        Only queues of more prompt tokens than one step computes (STEP_TOKENS) count as long. An engine computes waiting
-        prompts no faster than a prompt that it has alone: STEP_TOKENS a step. Each step has its fixed cost and its
-        decode step; on average half of the waiting prompts decode in it too, since they do so once they are computed.
+        A queue is long if it has more prompt tokens than one step computes (STEP_TOKENS). An engine computes at most
+        STEP_TOKENS of the waiting tokens in a step. Each step also takes its fixed cost and a decode step. On average
+        half of the waiting prompts decode in it too, since a prompt decodes once it is computed.
         `queued` was learned behind few prompts, where a request shares a step with those before it. That suffices to
-        choose a replica, but admission by TTFT must know about a burst before it can be learned from.
+        choose a replica. But admission by TTFT must allow for a burst before anything could be learned from the burst.
         """
         if load.prefill_tokens <= STEP_TOKENS:
             return 0.0
@@ -419,10 +423,10 @@ class Costs:
     ) -> None:
         """Learn from a first token that came `seconds` after its request was sent.
 
-        `uncached`, `cached`: prompt tokens that were computed, and those that were not.
-        `before`, `at`: the load that the request met and when, from its Reservation.
-        `lower`: those of the cached tokens that were fetched from slower tiers. Time spent on fetching says nothing
-            about computing. Where that time is large, only the seconds of the fetch are learned.
+        `uncached`, `cached`: the prompt tokens that the engine computed, and those that it had in its cache.
+        `before`, `at`: the load that the request met, and the time at which it was reserved (from its Reservation).
+        `lower`: those of the cached tokens that were fetched from slower tiers. If the fetch took a large part of the
+        predicted time, only the seconds of the fetch are learned, as the measurement then says little about computing.
         """
         if lower and seconds > 0:
             fetch, compute = self.group.fetch, self.punctual_seconds(before, uncached, cached, at)
@@ -538,10 +542,10 @@ class CostGroup:
                 self.changes.tell(one)
 
     def learn(self, which: str, features: tuple[float, ...], seconds: float) -> None:
-        """Learn from one observation, and let one replica's speeds, in turn, move towards the group's (`Speed.forget`).
+        """Learn from one observation, and move the speeds of the replica whose turn it is towards the group's.
 
-        `which`: the model that learns, "ttft" or "step"; `features`: its features; `seconds`: the observed time,
-        divided by the replica's speed.
+        `which`: the model that learns, "ttft" or "step". `features`: the values of that model's features. `seconds`:
+        the observed time, divided by the replica's speed. At each call it is another replica's turn (`Speed.forget`).
         """
         getattr(self, which).observe(features, seconds)
         if not self._turns:

@@ -7,11 +7,11 @@
 Where one replica computes the prompt and another writes the answer (`options.pairs`), `first_leg` predicts the first
 replica's part, and `after_prefill` combines it with the second's.
 
-A present stream is still there after `ttft` with probability exp(-ttft / left), where `left` is the time that an answer
-observed at a random moment still takes (`Load.output_tokens` over its requests). Prompts that wait on the replica are
-computed before the request's own, so they are streams by then. While the cache is full, blocks come free as streams
-end, and so does a place among the max_num_seqs requests that the engine runs at once: of these answers, the k-th ends
-after k / max_num_seqs of `left`.
+A stream that decodes now still does so after `ttft` seconds with probability exp(-ttft / left). Here `left` is the mean
+time that an answer under way still takes: `Load.output_tokens` per request of the load, times a decode step. Prompts
+that wait on the replica are computed before the request's own, so they count as streams by then. As streams end, they
+free blocks of a full cache, and places among the max_num_seqs requests that the engine runs at once. The k-th of these
+places comes free after k / max_num_seqs of `left`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Estimate(NamedTuple):
 class FirstLeg(NamedTuple):
     """The predicted time of computing a prompt on one candidate.
 
-    `ttft`: seconds until that is done; `wait`: how many of these pass before it begins; `load`: the candidate's present
-    load.
+    `ttft`: seconds until the prompt is computed. `wait`: how many of these seconds pass before its computation begins.
+    `load`: the candidate's present load.
     """
 
     ttft: float
@@ -60,14 +60,15 @@ class FirstLeg(NamedTuple):
 def estimate(candidate: Candidate, demand: Demand) -> Estimate:
     """Return the predicted latency of a request that one candidate serves alone.
 
-    What the candidate holds of the prompt, and the demand's expected `output`, must have been set before.
+    Before the call, what the candidate holds of the prompt must be set on it (`Router.weighed`), and the expected
+    `output` on the demand.
     """
     load, prompt = candidate.load, _prompt(candidate, demand, demand.output)
     return _estimate(candidate, demand, prompt.ttft, prompt.wait, load.requests, load.prefilling)
 
 
 def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
-    """Return when the candidate would have computed the prompt, including the wait for free KV cache blocks.
+    """Return the predicted time until the candidate has computed the prompt, waits for free KV cache blocks included.
 
     What the candidate holds of the prompt must have been set on it before (`Router.weighed`).
     """
@@ -77,8 +78,9 @@ def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
 def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Estimate:
     """Return the predicted latency of a request whose prompt one replica computes and whose answer `decoder` writes.
 
-    `first`: the first replica's part; `moving`: seconds from its end until the decoder has the prompt's KV cache. Work
-    that the decoder has to do before counts only by how much longer it takes than the first leg.
+    `first`: the prediction for the replica that computes the prompt. `moving`: seconds from the end of the prefill
+    until the decoder has the prompt's KV cache. The decoder works off its own queue during the prefill, so only the
+    time by which that queue outlasts the prefill is added.
     """
     load = decoder.load
     base, own, queue, crowd = decoder.costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
@@ -88,9 +90,10 @@ def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: De
 
 
 def _estimate(candidate: Candidate, demand: Demand, ttft: float, wait: float, there: int, computing: int) -> Estimate:
-    """Return the predicted latency, with the TPOT by the streams that will still be there after `ttft` seconds.
+    """Return the estimate with these figures, and with the TPOT that it predicts from them.
 
-    `ttft`, `wait`, `there`, `computing`: the result's fields.
+    The TPOT is predicted for the streams that will still decode on the candidate after `ttft` seconds, and the new one.
+    `ttft`, `wait`, `there`, `computing`: the fields of `Estimate` with these names.
     """
     load, left = candidate.load, _left(candidate)
     stay = exp(-ttft / left) if left > 0.0 else 0.0
@@ -102,9 +105,9 @@ def _estimate(candidate: Candidate, demand: Demand, ttft: float, wait: float, th
 
 
 def _prompt(candidate: Candidate, demand: Demand, output: float) -> FirstLeg:
-    """Return when the candidate would have computed the prompt.
+    """Return the predicted time until the candidate has computed the prompt.
 
-    It begins once the KV cache has room for the prompt and an answer of `output` tokens.
+    The computation begins once the KV cache has room for the prompt and an answer of `output` tokens.
     """
     cached, costs, load = candidate.cached, candidate.costs, candidate.load
     base, own, queue, crowd = costs.ttft_parts(load, demand.tokens - cached, cached, demand.now)
@@ -125,10 +128,10 @@ def _left(candidate: Candidate) -> float:
 
 
 def _until_it_fits(candidate: Candidate, held: float) -> float:
-    """Return the seconds until a request fits on the candidate, as other answers end there.
+    """Return the seconds until answers that end on the candidate have made room for a new request.
 
-    It fits once there are KV cache blocks for `held` tokens (those of the present requests included), and once this
-    request and all ahead of it are among the `max_num_seqs` that the engine runs at once.
+    There is room once the KV cache has blocks for `held` tokens (those of the present requests and of the new one), and
+    once the new request and all before it are among the `max_num_seqs` requests that the engine runs at once.
     """
     load, left, blocks = candidate.load, _left(candidate), 0.0
     if held > load.capacity_tokens and load.context_tokens:

@@ -6,13 +6,15 @@ reserve is its `reserved_fraction` of both.
 
 Refused requests should be retried one after the other, at the pace at which requests are admitted. A full queue keeps
 predictions just above the limit. If each client retried when the prediction that refused its request falls below the
-limit, all would therefore come back at once: of requests that retried after a burst of twice what an engine can answer,
-19 % were admitted, and 9 % after four times that. So each refusal books time after the earlier refusals of its class.
-It books the time that its prompt takes at half of the recent pace; the other half is for new requests. With that, 77
-and 71 % are admitted. At most _MOST_BOOKED seconds are booked, and at most _FOLLOWED together with the request's own
-wait, since clients ignore a long `Retry-After` (Anthropic's for Python above 60 s, OpenAI's newest above 120 s), and a
-client that does not return leaves a gap. Refusals beyond that share the second half of the booked time with others. No
-I/O and no clock.
+limit, all would therefore come back at once. Of the requests that retried in this way after a burst of twice what an
+engine can answer, 19 % were admitted, and 9 % after a burst of four times that. So each refusal books time after the
+earlier refusals of its class: the time that its prompt takes at half of the recent pace. The other half of the pace is
+for new requests. With that, 77 and 71 % are admitted.
+
+At most 50 s (_MOST_BOOKED) are booked, and at most 60 s (_FOLLOWED) together with the request's own wait. Clients
+ignore a longer `Retry-After` (Anthropic's for Python above 60 s, OpenAI's newest above 120 s), and a client that does
+not return leaves a gap. Refusals beyond these limits share the second half of the booked time with others. No I/O and
+no clock.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ class FairShare:
     def decay(self, now: float) -> None:
         """Let the use of all classes fade up to `now`; the other methods assume that this was done.
 
-        A caller that iterates over the queue keeps the time at which it began, so some calls come with an earlier
-        `now`. They do nothing.
+        A call with an earlier `now` than the last one does nothing. Such calls come from callers that iterate over the
+        queue and keep the time at which they began.
         """
         if now > self._used_at:
             kept = exp((self._used_at - now) / _USED_SECONDS)
@@ -119,7 +121,7 @@ class FairShare:
     def others_yield(self, qos: QosClass, now: float) -> bool:
         """Return whether this class has not used all of its reserve while a class of lower priority is active.
 
-        If so, it is the lower class that is held back where streams are many.
+        If so, the limits on streams and KV cache hold back the lower class and not this one.
         """
         return self.unused(qos) > 0.0 and any(
             one.priority < qos.priority and self._is_active(one, now) for one in self._all
@@ -128,9 +130,9 @@ class FairShare:
     def is_owed(self, qos: QosClass, now: float) -> bool:
         """Return whether classes of lower priority used capacity that this class should have had.
 
-        That is so if this class had clearly less than its reserved fraction while a lower one is active, or if a lower
-        one had clearly more than its own. If all classes ask for more than there is, each comes within a factor of
-        CLEARLY of what the rules give it, and none is owed anything.
+        This needs an active lower class. In addition, this class must have had clearly less than its reserved fraction,
+        or a lower one clearly more than its own. "Clearly" means by a factor of 4/3 (CLEARLY): if all classes ask for
+        more than there is, each comes within that factor of what the rules give it, and none is owed anything.
         """
         self.decay(now)
         lower = [one for one in self._all if one.priority < qos.priority and self._is_active(one, now)]

@@ -117,12 +117,13 @@ class Fit:
     ) -> Sequence[int]:
         """Return the indices of the ways that have room for a request, beyond the room kept for higher classes.
 
-        `fits`: a test of estimates to use in place of `has_room`, with the same arguments.
+        `fits`: a test of one estimate to use in place of `has_room`, with the same arguments.
 
-        Each class has a reserved fraction. A prefill that has begun cannot be interrupted, so the fractions of higher
-        classes are kept free of lower classes' prefills in full. Of streams and KV cache, only the part of these
-        fractions is kept free that the higher classes have not used lately. A request also does not join the prefill of
-        a higher class, as the engine computes both in one step, which takes as long as both.
+        Each class has a reserved fraction of the replicas. A prefill that has begun cannot be interrupted, so as many
+        replicas as the higher classes' fractions amount to are kept free of lower classes' prefills. Of streams and KV
+        cache, only that part of these fractions is kept free which the higher classes have not used lately. A request
+        also does not join a prefill of a higher class: the engine would compute both prompts in one step, which takes
+        as long as both.
         """
         qos, fair_share, fits = asked.request.qos, self._fair_share, fits or self.has_room
         above, first = fair_share.above(qos, asked.now), fair_share.others_yield(qos, asked.now)
@@ -186,9 +187,9 @@ class Fit:
 
 
 def _clear(computing: Collection[int], kept: float) -> int:
-    """Return how many replicas compute no prompt, less those that are kept free for higher classes.
+    """Return how many of the replicas that compute no prompt may be used, with the others kept for higher classes.
 
-    `computing`: for each replica, how many prompts it computes; `kept`: the share of all replicas to keep free. At
+    `computing`: for each replica, how many prompts it computes. `kept`: the share of all replicas to keep free. At
     least one replica is not kept.
     """
     return sum([not one for one in computing]) - min(ceil(kept * len(computing) - 1e-9), len(computing) - 1)

@@ -94,8 +94,9 @@ class KvSpace:
     """The KV cache of one replica of `tensor_parallel` GPUs, each of which stores its part of every token.
 
     `context_parallel`: how many of these GPUs divide the tokens among themselves instead
-        (--decode-context-parallel-size). `in_flight`: tokens that are scheduled and not finished, for which layers with
-        a window need room as well: two batches in vLLM.
+    (--decode-context-parallel-size).
+    `in_flight`: how many tokens can be scheduled and not finished at one time: two batches in vLLM. Layers with a
+    sliding window need room for these as well.
     """
 
     shape: Shape

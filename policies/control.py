@@ -28,18 +28,18 @@ classes are shed and have nothing left to give. If the class also had most of th
 slow answers demand no step up to a pressure of 1.25 (FLOODED), since a flood is admitted to just within the limit.
 
 The steps taken for a class are kept for two windows (HOLD) while such refusals last to the end of a window, since a
-shed class that comes back may fill all engines for some seconds. They are kept as long if the class has too few
-requests to judge. After that the steps are undone as if there were no pressure, which shows whether the fault is over,
-and nothing is taken for a class that no longer asks. What a flood keeps shed is undone by a trial (see the next
+shed class that comes back may fill all engines for some seconds. They are kept equally long if the class has too
+few requests to judge. After that the steps are undone as if there were no pressure, which shows whether the fault is
+over, and nothing is taken for a class that no longer asks. What a flood keeps shed is undone by a trial (see the next
 paragraph).
 
 No class is refused in vain, either. If limits are only just met (pressure between 0.9 and 1.0), or are missed whatever
 is taken because no engine is fast enough, the pressure alone would keep lower classes shed for as long as the higher
 one asks. Therefore steps that refuse requests are all undone at once, as a *trial*, after they were unchanged for six
-windows (PATIENCE). They are taken again in the first window in which clearly more requests than before miss their
-limits: more than twice as many, and at least 5 % of all requests (HELPS) more. The next trial then comes after twice as
-many windows. Until such a window no request is refused, and the trial ends once the pressure by itself would have
-undone the steps.
+windows at first (PATIENCE). They are taken again in the first window in which clearly more requests than before miss
+their limits: more than twice as many, and at least 5 % of all requests (HELPS) more. The next trial then comes after
+twice as many windows. Until such a window no request is refused, and the trial ends once the pressure by itself would
+have undone the steps.
 
 `wants_more` reports that more replicas are needed, because some class missed its limits whatever was taken from others,
 or because too many requests of a class wait for an answer longer than their limit or are refused (`is_late`). For the
@@ -397,7 +397,7 @@ class Control:
         return [found[name] for name in self._names_above(step)]
 
     def _is_kept(self, step: ControlStep) -> bool:
-        """Return whether a step is kept although no pressure demands it, as that of some higher class is uncertain."""
+        """Return whether a step is not undone because the pressure of some higher class is uncertain (`_is_held`)."""
         return any(map(self._is_held, self._names_above(step)))
 
     def _is_held(self, name: str) -> bool:

@@ -7,8 +7,9 @@ loop owns a ledger.
 
 An engine computes prompts in steps: all prompts that wait when a step ends are computed in the next one, and their
 first tokens come at its end. A first token therefore shows that the step of the remaining prompts begins now, and that
-prompts which arrive later are not in that step. `Load.since`, `begun` and `begun_tokens` keep this if callers pass the
-time. If they do not, or if an answer comes in one piece, the beginning is unknown until the next first token.
+prompts which arrive later are not in that step. The fields `since`, `begun` and `begun_tokens` of `Load` describe the
+current step if callers pass the time. If they do not, or if an answer comes in one piece, the beginning of the step is
+unknown until the next first token.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ class Reservation:
     """One request's share of a replica's load.
 
     `met`: the load before this request was added, as figures in the order of the fields of `Load`.
-    `uncached`: prompt tokens to compute; `tokens`: all prompt tokens, and later also those of the answer so far.
-    `at`: when the reservation was made; `output`: expected answer tokens.
-    `due`: when the first byte of the answer is expected; FAR: the gateway would not see it.
+    `uncached`: how many prompt tokens the replica has to compute. `tokens`: all prompt tokens and, later, those of the
+    answer so far.
+    `at`: when the reservation was made. `output`: how many answer tokens are expected.
+    `due`: when the first byte of the answer is expected, or FAR (never) if the gateway would not see that byte.
     """
 
     replica: str
@@ -184,7 +186,10 @@ class Unanswered:
 
 
 class Changes(Generic[T]):
-    """A log of changes for readers that poll it; each remembers the `count` up to which it has read."""
+    """A log of the latest changes, for readers that poll it.
+
+    Each reader remembers the `count` up to which it has read the log, and passes it to `since`.
+    """
 
     __slots__ = ("_latest", "count")
 
@@ -321,10 +326,12 @@ class Ledger:
     ) -> Reservation:
         """Count a request in a replica's load, and return its reservation.
 
-        `uncached`: how many of its prompt `tokens` must be computed.
-        `counted`: a ledger shared by several gateways has counted it already, so that `moved` is not called.
-        `now`: the time, None without a clock.
-        `output`: expected tokens of its answer; `due`: when its first byte is expected, FAR if it would not be seen.
+        `tokens`: the tokens of its prompt. `uncached`: how many of them must be computed.
+        `counted`: whether a ledger shared by several gateways has counted the request already; then `moved` is not
+        called.
+        `now`: the time in seconds, None without a clock.
+        `output`: how many answer tokens are expected. `due`: when the first byte of the answer is expected, or FAR
+        (never) if the gateway would not see it.
         """
         load = self._loads[replica]
         at = UNTIMED if now is None else now
@@ -360,11 +367,15 @@ class Ledger:
         return reservation
 
     def _regrow(self) -> None:
-        """Adapt the factor by which the weight of each new choice grows (`Load.recent`) to the number of replicas."""
+        """Adapt the growth of the weights of choices, which `Load.recent` sums up, to the number of replicas.
+
+        Each new choice of a replica weighs more than the one before it by this factor, so that old choices count ever
+        less.
+        """
         self._growth = 1.0 + 1.0 / (_WINDOW * max(1, len(self._loads)))
 
     def _rescale(self) -> None:
-        """Divide the weights of all past choices (`Load.recent`) by the latest one's, before they overflow."""
+        """Divide the weights of all past choices (`Load.recent`) by that of the latest choice, before they overflow."""
         for replica, load in self._loads.items():
             load.recent = round(load.recent / self._weight, 30)  # 0 before it is too small to divide
             self._changed(replica, own=False)
@@ -424,7 +435,10 @@ class Ledger:
             self._changed(replica, own=False)
 
     def expect(self, reservation: Reservation, due: float) -> None:
-        """Change the time when the first byte of a request's answer is due; FAR: the gateway would not see it."""
+        """Change the time when the first byte of a request's answer is expected.
+
+        `due`: the new time, or FAR (never) if the gateway would not see that byte.
+        """
         unanswered = reservation.unanswered
         if unanswered is not None and reservation.number:
             unanswered.leave(reservation)

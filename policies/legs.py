@@ -42,9 +42,9 @@ class LegChoice(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """A group of replicas that can compute a prompt (prefill) and write its answer (decode) apart.
+    """A group of replicas that can serve a request in two legs: one computes the prompt, another writes the answer.
 
-    How many tokens of the prompt each candidate has cached has been set on it.
+    It is what a `LegRule` chooses from. Each candidate already says how many tokens of the prompt it has cached.
     """
 
     demand: Demand
@@ -76,7 +76,10 @@ class Ways(NamedTuple):
         return (self.among is None or pair in self.among) and not self.transfers.paused(*pair, self.now)
 
     def only(self, among: Collection[Place]) -> Ways | None:
-        """Return this input limited to the given pairs of replicas; None if that leaves no prefiller or no decoder."""
+        """Return this group limited to some pairs of replicas; None if that leaves no prefiller or no decoder.
+
+        `among`: the names of the replicas in each allowed pair, the prefiller's first.
+        """
         first, second = [{place[at] for place in among} for at in (0, 1)]
         prefillers = [one for one in self.prefillers if one.replica in first]
         decoders = [one for one in self.decoders if one.replica in second]
@@ -96,12 +99,15 @@ def best(found: Iterable[LegChoice | None]) -> LegChoice | None:
 
 
 def of_policy(policy: Policy) -> Cost | None:
-    """Return the cost by which the policy compares candidates if it is in seconds, else None."""
+    """Return the cost by which a policy chooses among candidates, or None if it has no cost in seconds."""
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
 def price(policy: Policy) -> Cost | None:
-    """Return the policy's cost for comparing two replicas per request with one if it is in seconds, else None."""
+    """Return the cost by which a policy compares two legs with one replica, or None if it has no cost in seconds.
+
+    It is the policy's `leg_cost` if it has one, else the cost by which it chooses among candidates.
+    """
     cost = of_policy(policy)
     return None if cost is None else cast("Cost", getattr(policy, "leg_cost", cost))
 
@@ -175,16 +181,20 @@ def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Ca
 def _written(
     cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, after: float = 1.0
 ) -> list[float]:
-    """Return the cost of each decoder in seconds, as if it held the prompt and computed only its last token."""
+    """Return for each decoder the cost in seconds of writing the answer there, as if it held the prompt's KV cache.
+
+    Only the prompt's last token would then be computed there. `future`, `after`: the arguments of `Cost.of_all` with
+    these names.
+    """
     held = max(0, demand.tokens - 1)
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
 def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
-    """Return the groups of replicas (`ways`) that have the decode replica which the policy prefers among all groups'.
+    """Return those groups of replicas that contain the decoder which the policy prefers among all groups' decoders.
 
-    It is used for policies that do not predict seconds: they have no cost by which to choose between two groups, and
-    would always take the first one.
+    `ways`: all groups. This is for policies that do not predict seconds: they have no cost by which to choose between
+    two groups, so the first one would always be taken.
     """
     if len(ways) < 2:
         return [*ways]
@@ -197,8 +207,8 @@ def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
 def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:
     """Return the pair of prefill and decode replica that a policy prefers, or None if no pair can be taken.
 
-    For a policy that does not count in seconds. The result is also None if the decoder lacks no more than `least`
-    tokens of the prompt (default: one block).
+    This is for a policy that does not count in seconds. The result is also None if the preferred decoder lacks at most
+    `least` tokens of the prompt (None: one block).
     """
     demand = ways.demand
     least = demand.block_size if least is None else least
@@ -215,5 +225,5 @@ def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegCh
 
 
 def _cheapest(prices: Sequence[float]) -> list[int]:
-    """Return the indices of the FEW lowest prices, the lowest first."""
+    """Return the indices of the lowest prices, the lowest first, but no more than FEW (8) of them."""
     return sorted(range(len(prices)), key=prices.__getitem__)[:FEW]

@@ -1,9 +1,10 @@
 """MaxNumSeqs: how many requests an engine runs at once (vLLM's `max_num_seqs`), learned because no metric reports it.
 
-A prompt waits in its engine for the current step, for cache, for a transfer, or for a place among the requests that
-run. The last reason is inferred if, at each of several scrapes, the same number of requests runs while others wait, the
-cache is not full, and no fewer run than the ledger counts as decoding (it also counts requests whose cache is being
-fetched). There are more places than assumed if more requests run, or if none waits for long while all places are taken.
+A prompt waits in its engine for the current step, for free KV cache, for a transfer, or for a place among the requests
+that run. That places are the reason is inferred from several scrapes in a row, in all of which the same number of
+requests runs while others wait. The cache must not be nearly full then, and no fewer requests may run than the ledger
+counts as decoding (its count includes requests whose cache is being fetched). The number of places is raised again if
+more requests run than it allows, or if no request waits for long although all places are taken.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class MaxNumSeqs:
         self._running = self._seen = self._calm = 0
 
     def scraped(self, load: Load, running: int) -> float:
-        """Learn from a scrape of the engine's metrics, and return how many requests it runs at once.
+        """Learn from a scrape of the engine's metrics, and return how many requests the engine runs at once.
 
-        `running`: requests that run there, of any client.
+        The result is infinite while no limit was noticed. `load`: the load of the engine's replica. `running`: how many
+        requests of all clients run there now.
         """
         if running > self.count:
             self.count = inf

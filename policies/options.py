@@ -189,10 +189,10 @@ class Pair(NamedTuple):
 
 
 def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[Pair]:
-    """Return the pairs of replicas (prefill and decode) that could serve a request.
+    """Return the pairs of replicas (prefill and decode) that could serve a request, with the predicted latency of each.
 
-    Call this right after the request's evaluation, `whole`. If replicas are many, these are the pairs of the fastest
-    FEW prefillers and decoders, and one pair for every other replica.
+    Call this right after the request's evaluation, `whole`. If replicas are many, only the FEW (8) fastest prefillers
+    and decoders are all paired with each other. Every other replica is in one pair.
     """
     return [
         Pair(first, second, estimated(router, first, second, whole.demand))
@@ -214,7 +214,7 @@ def estimated(router: Router, prefiller: Candidate, decoder: Candidate, demand: 
 def _combined(
     demand: Demand, prefillers: Sequence[Candidate], decoders: Sequence[Candidate]
 ) -> Iterator[tuple[Candidate, Candidate]]:
-    """Yield pairs of a prefiller and a decoder: all pairs of the fastest FEW of each.
+    """Yield the pairs of a prefiller and a decoder to consider: all pairs of the FEW (8) fastest of each kind.
 
     Every other prefiller is paired with the fastest decoder, and every other decoder with the fastest prefiller.
     """

@@ -138,8 +138,8 @@ Key = TypeVar("Key")
 def _of(kinds: dict[Key, _Kind], key: Key) -> _Kind:
     """Return the running mean of answer lengths under this key; add an empty one if there is none.
 
-    If there are too many, the oldest one that has not learned lately is removed; in the search for it at most _CHANCES
-    others are passed over. In this way busy ones stay, and none has to be moved at each answer.
+    If there are too many, one is removed: the oldest that has learned nothing since the last search passed over it. A
+    search passes over at most 8 others (_CHANCES). In this way busy ones stay, and none has to be moved at each answer.
     """
     kind = kinds.get(key)
     if kind is None:

@@ -63,10 +63,10 @@ class PrefixMap(Protocol):
         """Return how many blocks of a prompt each replica holds. `most`: how many blocks can be hits (None: all)."""
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
-        """Return how many tokens the engine leaves out when it counts a prompt's last block as found in a slower tier.
+        """Return how many tokens of a prompt's last block an engine does not report as cached if a slower tier has it.
 
-        0 or 1, by the kind of tier; None if no slower tier has the block. The prompt must end with that block. `held`:
-        how many leading blocks of the prompt are in the replica's first tier.
+        The prompt must end exactly with that block. The result is 0 or 1, by the kind of tier, or None if no slower
+        tier has the block. `held`: how many leading blocks of the prompt are in the replica's first tier.
         """
 
     def leading(self, tier: str, hashes: Sequence[int]) -> Sequence[int]:
@@ -110,9 +110,10 @@ NO_PULLS: Mapping[str, Pull] = {}
 
 
 class Held(NamedTuple):
-    """A request in the tokens and blocks of one space, with the number of its blocks that each replica holds.
+    """A request as prepared for one space, with the number of its blocks that each replica holds.
 
-    A space is one tokenizer, chat template and block size.
+    A space is one tokenizer, chat template and block size. `match`: None if the request has no full block or may not
+    use the cache.
     """
 
     demand: Demand
@@ -120,7 +121,10 @@ class Held(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The policy's choice of a replica for a request, by the loads that this gateway knows; nothing is counted yet."""
+    """The policy's choice of a replica for a request, before the request is counted in the replica's load.
+
+    It is made by the loads that this gateway knows.
+    """
 
     demand: Demand
     candidates: Sequence[Candidate]

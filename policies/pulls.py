@@ -35,9 +35,9 @@ def offer(
     """Set on candidates the pulls that pay off, and return the candidates that got one.
 
     A pull fetches the beginning of the prompt from another replica's memory. `reach`: leading prompt tokens in the
-    memory of each replica that takes part in pulls; only these replicas may fetch. If they are many, only FEW are
-    considered: those that would cost least if they held as much as the replica that holds most. `cost`: the policy's
-    cost of a candidate in seconds.
+    memory of each replica that takes part in pulls; only these replicas may fetch. `cost`: the policy's cost of a
+    candidate in seconds. If many candidates may fetch, only the FEW (8) most promising ones are considered: those that
+    would cost least if they held as much of the prompt as the replica that holds most.
     """
     longest = nsmallest(_HOLDERS, [one for one in reach if reach[one]], key=lambda one: -reach[one])
     if not longest:

@@ -258,8 +258,8 @@ class Router:
     def targets(self, candidates: Sequence[Candidate]) -> Targets:
         """Return the targets for these candidates.
 
-        They include arrays if there are at least MANY candidates, all of one space (tokenizer, template and block
-        size) and of one group of replicas that share learned costs.
+        They include arrays (`roster`) if there are at least MANY (16) candidates, all of one space (tokenizer, template
+        and block size) and of one group of replicas that share learned costs.
         """
         alike = len(candidates) >= MANY and len({(one.space, one.costs.group) for one in candidates}) == 1
         return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
@@ -267,8 +267,8 @@ class Router:
     def decay_idle_costs(self, now: float) -> None:
         """Move the learned speeds of replicas that are passed over towards the others', so that they are tried again.
 
-        A replica is passed over if it got no request for PASSED_OVER_SECONDS while others of its cost group did. Call
-        this a few times a second.
+        A replica is passed over if it got no request for 2 s (PASSED_OVER_SECONDS) while others of its cost group did.
+        Call this a few times a second.
         """
         elapsed, self._decayed_at = max(0.0, min(now - self._decayed_at, 1.0)), now
         idle: dict[CostGroup, list[Costs]] = {}
@@ -330,9 +330,9 @@ class Router:
         return {one.replica: one.pull for one in given if one.pull is not None}
 
     def offer_again(self, whole: Evaluation) -> None:
-        """Set on the candidate that `whole` chose the pull that it had then, after candidates were weighed again.
+        """Restore the pull of the candidate that `whole` chose, after candidates were weighed again.
 
-        A pull fetches a part of the prompt from another replica's memory; weighing removes it.
+        A pull fetches a part of the prompt from another replica's memory. Weighing candidates removes their pulls.
         """
         best = whole.candidates[whole.choice.index]
         if best.replica in whole.pulls:
@@ -388,8 +388,10 @@ class Router:
     def beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
         """Return how many tokens the engine reports as cached although it computes them; 0 for most prompts.
 
-        This concerns prompts that end with a full block. No hit in the first tier reaches the last token. But vLLM asks
-        its connector for the blocks after the hit, up to the prompt's end, even if the last block is in the first tier.
+        The result is above 0 only for a prompt that ends exactly with a full block. A hit in the first tier never
+        reaches a prompt's last token, so the last block is computed. But vLLM asks its connector for all blocks after
+        the hit, even if the last block is in the first tier, and reports the last block as cached if a slower tier has
+        it.
         `overlap`, `lower`: tokens that the engine is expected to find in its first tier and in slower ones.
         """
         size, hashes = demand.block_size, demand.hashes
@@ -467,12 +469,12 @@ class Router:
         self._tiered = []
 
     def weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
-        """Set on each candidate how much of the prompt its caches hold, where not all are of the demand's space.
+        """Set on each candidate how much of the prompt its caches hold, if candidates are of several spaces.
 
         A space is one tokenizer, chat template and block size. What a candidate holds is looked up in the tokens of its
-        own space and converted to those of `demand`, so that all candidates are compared by one measure. A candidate of
-        a space for which the request was not prepared counts as holding nothing. Returns the request and what replicas
-        hold of it, by the number of each space.
+        own space and converted to those of `demand`, so that all candidates are compared by one measure. A candidate
+        counts as holding nothing if the request was not prepared for its space. Returns by the number of each space the
+        request as prepared for it, and how much of it each replica holds.
         """
         spaces = {one.space: self.held(one, now) for one in (demand, demand.also) if one is not None}
         self._forget_lower()
@@ -526,9 +528,10 @@ class Router:
         self.ledger.answered(placement.reservation, now)
 
     def tells_end_alone(self, placement: Placement) -> None:
-        """Set the time when an answer is expected to that of its end, if the gateway will only see the end of a stream.
+        """Expect a streamed answer only at its end, because the gateway will not see its first token.
 
-        Call this right after the request was placed.
+        The time when the answer is due is moved by the seconds that the answer may take; an answer that is not streamed
+        is due at its end anyway. Call this right after the request was placed.
         """
         taken, demand = placement.reservation, placement.demand
         if demand.streams:
@@ -615,10 +618,11 @@ class Router:
 def in_space(
     candidate: Candidate, spaces: Mapping[int, Held], demand: Demand, told: int = 0
 ) -> tuple[Demand, int, Lower]:
-    """Return the request as tokenized for a candidate, and its tokens in the candidate's first and slower tiers.
+    """Return the request as prepared for a candidate's space, and how many of its tokens the candidate holds.
 
-    `spaces`: by the number of each space (tokenizer, template and block size) the request, and what replicas hold of
-    it. In a space for which the request was not prepared, no blocks are known. `told`: tokens of `demand` that the
+    The second result is the tokens in the candidate's first tier, the third those in slower tiers. `spaces`: by the
+    number of each space (tokenizer, template and block size), the request and what replicas hold of it. If the request
+    was not prepared for the candidate's space, nothing counts as held. `told`: how many tokens of `demand` the
     candidate is known to hold because other gateways sent them there.
     """
     held = spaces.get(candidate.space)

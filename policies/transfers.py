@@ -37,7 +37,7 @@ Bytes = Callable[[int], int]  # from a number of leading prompt tokens to the by
 class _Factor:
     """The learned logarithm of the factor by which transfers take longer than the prior says.
 
-    The methods' `base` is the value towards which it moves while nothing is learned.
+    While nothing is learned, it moves towards the value that the methods take as `base`.
     """
 
     value: float = 0.0
@@ -107,7 +107,10 @@ class Transfers:
                 factor.tried = now
 
     def observe(self, prefiller: str, decoder: str, tokens: int, seconds: float, now: float) -> None:
-        """Learn that a transfer of `tokens` took `seconds`; less than a tenth of a millisecond counts as that."""
+        """Learn that a transfer of `tokens` took `seconds`; a time below 0.1 ms counts as 0.1 ms.
+
+        From the first transfer of a pair only its success is learned.
+        """
         pair = (prefiller, decoder)
         self.came(*pair)
         if pair not in self._met:
@@ -138,7 +141,8 @@ class Transfers:
     def restarted(self, replica: str) -> None:
         """Note that a new process replaced the replica, whose pairs have to shake hands again.
 
-        Its pairs are no longer left out, so they are tried at once; a failure still counts as another one in a row.
+        Its pairs that were left out after a failure may be tried again at once. If the next transfer of such a pair
+        fails too, that counts as one more failure in a row.
         """
         self._met = {pair for pair in self._met if replica not in pair}
         for pair, (_, lasts) in self._paused.items():

@@ -41,11 +41,12 @@ def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) 
 
 
 def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[legs.Ways]:
-    """Return the input for a rule for two legs, once for each pairing and space that has replicas for both legs.
+    """Return what a rule for two legs chooses from: a group of replicas for each pairing and each space.
 
-    `whole`: the evaluation of the request on one replica; what candidates hold of its prompt is set on them, in its
-        demand's tokens. Both legs are on replicas of one space (tokenizer, template and block size) for which the
-        request was prepared: in another space its tokens would differ.
+    Only groups with replicas for both legs are returned. Both legs are in one space (tokenizer, template and block
+    size) for which the request was prepared, because in another space its tokens would differ. `whole`: the evaluation
+    of the request on one replica. What candidates hold of the prompt is set on them, in the tokens of the demand of
+    `whole`.
     """
     demand = whole.demand
     if not demand.reads_cache or not demand.tokens:
@@ -78,7 +79,7 @@ def commit(
 
     Returns the placements of the first and the second leg, and the transfer of the prompt's KV cache. The policy learns
     from its choice of legs or, if it made none, from its choice for the whole request. `decided`: a shared ledger's
-    decision on each leg; without it, what replicas hold is as it was just determined here.
+    decision on each leg. Without it, what each replica holds of the prompt is taken from this gateway's own look-up.
     """
     demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
     overlap, lower, counted = first.overlap, first.lower, False
@@ -138,13 +139,11 @@ def _commit_prefill(
     begins: float = UNTIMED,
     moving: float = 0.0,
 ) -> Placement:
-    """Add a request whose answer another replica writes to the load of the replica that computes its prompt.
+    """Count the first leg of a request in the load of the replica that computes the prompt; return the placement.
 
-    Returns the placement.
-
-    `overlap`, `lower`: prompt tokens that the replica holds in its first tier and in slower ones. `counted`: a shared
-    ledger has counted it already. `begins`: when it begins, UNTIMED if unknown; `moving`: further seconds until the
-    gateway sees that it is done.
+    `overlap`, `lower`: prompt tokens that the replica holds in its first tier and in slower ones. `counted`: whether a
+    shared ledger has counted the leg already. `begins`: when the leg begins, UNTIMED if unknown. `moving`: seconds
+    after the end of the prefill until the gateway sees that it has ended.
     """
     uncached = demand.tokens - overlap - sum([tokens for _, tokens in lower])
     expected = due(candidate, demand, uncached, lower) + moving if begins != UNTIMED else FAR
@@ -206,7 +205,10 @@ def writing_seconds(second: Placement, tokens: int) -> float:
 
 
 def _of_one_space(pairing: Pairing, known: Sequence[int]) -> list[Pairing]:
-    """Return the prefill and decode replicas of a pairing that are of one space, for each known space that has both."""
+    """Return a pairing's prefill and decode replicas separately for each space that has both.
+
+    `known`: the numbers of the spaces (tokenizer, template and block size) for which the request was prepared.
+    """
     first, second = pairing
     sides = [([p for p in first if p.space == space], [d for d in second if d.space == space]) for space in known]
     return [side for side in sides if all(side)]

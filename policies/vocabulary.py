@@ -92,19 +92,27 @@ class Choice(NamedTuple):
 
 
 def pick(equals: Sequence[int], draw: float) -> int:
-    """Return one of `equals`, each equally likely, by the random number 0 <= `draw` < 1."""
+    """Return one element of `equals`, each equally likely.
+
+    `draw`: a random number, 0 <= draw < 1, which decides.
+    """
     return equals[int(draw * len(equals))]
 
 
 class Policy(Protocol):
     """A rule that chooses a replica for a request by the request and the candidates alone; `choose` changes nothing.
 
-    `choose` is given at least one candidate. With `explain`, the choice has a reason and, if the policy compares costs,
-    their terms. A policy may have further methods, which callers look up once: `placed(demand, candidates, choice)` is
-    called once per placement, after the request was reserved on candidate `choice.index`; `first(replica, demand)` at
-    its first token; `ended(replica, demand)` at its end; `gone(replica)` when a replica has lost its cache. A policy
-    that chooses the least of a cost has these attributes (a user's own rule only if they are those of `LeastTime`):
+    `choose` is given at least one candidate. With `explain`, its result has a reason and, if the policy compares costs,
+    their terms.
 
+    A policy may have further methods, which callers look up once:
+    `placed(demand, candidates, choice)`: called once per placement, after the request was reserved on candidate
+    `choice.index`.
+    `first(replica, demand)`, `ended(replica, demand)`: called at a request's first token, and at its end.
+    `gone(replica)`: called when a replica has lost its cache.
+
+    A policy that chooses the least of a cost has these attributes (a user's own rule only if they are those of
+    `LeastTime`):
     `cost`: the `least_cost.Cost`; `in_seconds`: True if its unit is seconds.
     `leg_cost`: the cost by which serving a request on two replicas is compared with one, if it differs from `cost`.
     """

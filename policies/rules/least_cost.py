@@ -21,10 +21,11 @@ class Cost:
 
     `name`: the rule's name, which is also the name of its formula in `costs.lua`; `names`: the names of the terms.
     `of_all(demand, candidates, future=0.0, after=1.0, held=0)` returns each candidate's terms, as if each held at least
-    `held` tokens of the prompt. `future`, `after`: numbers of the rule's own, the same for all candidates.
+    `held` tokens of the prompt. `future`, `after`: weights that the rule chooses for a request, the same for all
+    candidates; `least_time` explains those that it uses.
     `slack`: costs up to least x slack[0] + slack[1] count as equal, and one of them is drawn.
-    `shares`: by slower tier, the fraction of a cached token that a token there counts as; without it, tokens in slower
-    tiers are counted by the seconds to fetch them.
+    `shares`: for each slower tier, how much a token there counts compared with a token in the first tier. If it is
+    None, tokens in slower tiers are counted by the seconds to fetch them.
     """
 
     name: str
@@ -34,7 +35,10 @@ class Cost:
     shares: Mapping[str, float] | None = None
 
     def with_pauses(self, times: float) -> Cost:
-        """Return this cost in seconds, but with pauses of other streams (`stall`) counted `times` as much."""
+        """Return this cost, but with pauses of other streams (the term `stall`) counted `times` as much.
+
+        The cost's formula must take the argument `pauses`, as that of `least_time` does.
+        """
         return replace(self, of_all=partial(self.of_all, pauses=times))
 
     def lua(self) -> str:
@@ -57,8 +61,8 @@ class Cost:
     def held(self, candidate: Candidate) -> tuple[int, int, float]:
         """Return how many of the prompt's tokens a candidate holds: in its first tier, and in slower tiers.
 
-        The third result is what the tokens in slower tiers count as: tokens if the cost has `shares`, otherwise seconds
-        to fetch them.
+        The third result is what the tokens in slower tiers count: a number of tokens if the cost has `shares`,
+        otherwise the seconds to fetch them.
         """
         lower, shares = candidate.lower, self.shares
         if not lower:

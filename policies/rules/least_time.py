@@ -261,7 +261,8 @@ class Lesson(NamedTuple):
 class Habits:
     """The learned habits of the requests to one served model (one space of tokens and blocks).
 
-    They are kept for each model, because another one may get the same prompts with conversations that go on otherwise.
+    They are kept for each model, because conversations with another model may go on differently even after the same
+    prompts.
     """
 
     p_continuation: float = 0.5  # running share of the requests that continue a conversation
@@ -292,11 +293,11 @@ class Habits:
         return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
 
     def future(self, streams: float, recent: float) -> float:
-        """Return how many streams the later requests of a new conversation will meet on a replica, per `Load.recent`.
+        """Return a factor for how many streams the later requests of a new conversation will meet on a replica.
 
-        The caller multiplies the result by the replica's `Load.recent`. `streams`, `recent`: the sums of
-        `Load.decoding` and `Load.recent` over all replicas. By Little's law a replica's share of all streams is its
-        share of the recent choices, which is steadier than its present streams.
+        The caller multiplies it by the replica's `Load.recent`, which counts recent choices of the replica. `streams`,
+        `recent`: the sums of `Load.decoding` and `Load.recent` over all replicas. By Little's law a replica's share of
+        all streams is its share of the recent choices, which is steadier than the number of its present streams.
         """
         p = self.p_continuation
         p -= p / _LATELY  # with this request counted, which begins a conversation
@@ -401,10 +402,10 @@ def _with_regret(
 
 
 def _survey(candidates: Sequence[Candidate], block_size: int) -> tuple[float, int, float]:
-    """Return three figures over all candidates: the longest overlap, the decoding requests, the recent choices.
+    """Return three figures over all candidates: the exclusive overlap, the decoding requests, the recent choices.
 
-    The overlap is in prompt tokens, and 0 unless a single candidate has it, by more than a block. The other two are the
-    sums of `Load.decoding` and `Load.recent`.
+    The exclusive overlap is the most prompt tokens that a candidate holds, if every other candidate holds less by more
+    than a block, else 0. The other two are the sums of `Load.decoding` and `Load.recent`.
     """
     longest = second = -inf
     streams, recent = 0, 0.0
@@ -420,7 +421,7 @@ def _survey(candidates: Sequence[Candidate], block_size: int) -> tuple[float, in
 
 
 def _survey_of_many(roster: Roster, block_size: int) -> tuple[float, float, float]:
-    """Return the three figures of `_survey` (longest overlap, decoding requests, recent choices) for a roster."""
+    """Return the three figures of `_survey` (exclusive overlap, decoding requests, recent choices) for a roster."""
     overlaps = roster.overlaps
     longest = overlaps.item(overlaps.argmax())  # 0.2 us; `max` takes 1 us
     alone = len((overlaps >= longest - block_size).nonzero()[0]) == 1

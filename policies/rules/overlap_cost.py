@@ -1,10 +1,11 @@
-"""`overlap_cost`: the replica with the fewest KV cache blocks to compute and to keep, without those that are cached.
+"""`overlap_cost`: the replica with the fewest KV cache blocks to compute and to decode over.
 
 Formula: max(0, queued prefill blocks + prompt blocks - weighted overlap blocks) + decode blocks; the least wins, ties
-at random. Blocks in slower tiers count 0.75 (cpu) and 0.25 (disk, remote). Inputs: overlaps, tiers, the ledger's loads;
-nothing is scraped. Without overlaps the rule balances tokens. A block to compute weighs as much as a block of context
-to decode over, whatever the hardware. Source: the cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's
-`kv_aware` resembles.
+at random. An overlap block is one that the replica has cached; it counts 1 on the GPU, 0.75 in host memory (cpu) and
+0.25 in slower tiers (disk, remote). Decode blocks are the context of the streams there. Inputs: overlaps, tiers, the
+ledger's loads; nothing is scraped. Without overlaps the rule balances tokens. A block to compute weighs as much as a
+block of context, whatever the hardware. Source: the cost of NVIDIA Dynamo's KV router (1.6); the rule `kv_aware` of
+vllm-router is similar.
 """
 
 from __future__ import annotations

@@ -22,12 +22,13 @@ PARTS = 1 << 15  # the group is for prompts' last, partial blocks, where blocks 
 class CacheGroup(NamedTuple):
     """A KV cache group other than the first full-attention one, of an engine whose layers are not all alike.
 
-    Such an engine keeps separate blocks for the same tokens in each group of layers, and evicts each group's blocks on
-    their own. The blocks of the first full-attention group are in tier "gpu".
+    Such an engine keeps separate blocks for the same tokens in each group of layers, and evicts the blocks of each
+    group independently. The blocks of the first full-attention group are in tier "gpu".
 
     `last`: how many blocks at the end of a hit must be in this group's cache (all blocks if the hit is shorter). For a
     sliding window these are the blocks that the window reaches back over. For Mamba layers `last` is 1, as the state
-    after the last block covers everything before it. For a further group of full attention it is EVERY.
+    after the last block covers everything before it. For a further group of full attention it is EVERY, which is more
+    than any prompt has.
     """
 
     # The engine's index of the group, with STATES or PARTS; it hides tuple.index, which is never called.
@@ -138,15 +139,18 @@ class Remove(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """A change that removes all blocks of a replica."""
+    """A change that removes all blocks of a replica.
+
+    Without `below`, blocks in slower tiers stay if they outlive the engine's own cache.
+    """
 
     below: bool = True  # also those in slower tiers that outlive the engine's own cache (`outlives`)
 
 
 class Observe(NamedTuple):
-    """A change that switches to following the replica's events, or (`observed` is False) to modelling its cache.
+    """A change that sets whether a replica's blocks come from its events or from a model of its cache.
 
-    Either way the map forgets all blocks of the replica.
+    `observed`: they come from its events. If this is a switch, the map forgets all blocks of the replica.
     """
 
     observed: bool
@@ -166,9 +170,9 @@ class Contents(NamedTuple):
 def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
     """Yield fewer, larger changes with the same effect as `changes`, each of about `most` blocks.
 
-    Applying 400 small changes takes as long as one change of 20,000 blocks. A merge applies all of its removals before
-    its stores. Therefore a new merge begins with a block that would be stored twice, removed twice, or removed after it
-    was stored, and with a change of another tier.
+    Applying 400 small changes takes as long as applying one change of 20,000 blocks. Consecutive changes are merged
+    into one removal followed by one store. A new merge begins where that order would matter: at a block that would be
+    stored twice, removed twice, or removed after it was stored. It also begins at a change of another tier.
     """
     dropped: list[Remove] = []
     stored: list[Store] = []

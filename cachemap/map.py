@@ -278,11 +278,11 @@ class CacheMap:
         return max([tier.blocks for tier, table in tables if tier.own and table.aliases[slot].count], default=1)
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
-        """Return how many tokens the engine leaves out when it counts a prompt's last block as found in a slower tier.
+        """Return how many tokens of a prompt's last block an engine does not report as cached if a slower tier has it.
 
         The result is 0 if the nearest slower tier that has the block is the engine's own, 1 if it is a store below the
         engine, and None if no slower tier has the block. The one token is the prompt's last. The engine always computes
-        it, but counts it as found if the block is in a tier of its own.
+        it, but reports it as cached if the block is in a tier of its own.
 
         `hashes`: the hashes of the prompt's blocks; the prompt must end exactly with the last block. `held`: how many
         leading blocks are found elsewhere, on the GPU for example.
@@ -311,9 +311,9 @@ class CacheMap:
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
         """Note that a prompt with these blocks was just routed to this replica; return a number for `take_back`.
 
-        From now on `match` predicts that the replica holds the blocks. The number is 0 if no prediction was needed: the
-        replica's cache is modelled, or the last call of `match` was for this very list and all of its blocks are
-        confirmed.
+        From now on `match` predicts that the replica holds the blocks. The number is 0 if no prediction is needed. That
+        is so if the replica's cache is modelled, or if the last `match` was called with the same list object and found
+        all of its blocks confirmed.
         """
         replica, (last, confirmed, most) = self._replica(slot), self._last
         if replica.observed and type(hashes) is GuessedBlocks:

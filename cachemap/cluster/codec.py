@@ -42,7 +42,7 @@ class Damaged(Unreadable):
 
 
 class Position(NamedTuple):
-    """The last of the engine's event batches whose changes some data includes."""
+    """A position in the engine's sequence of event batches: the last batch whose changes some data includes."""
 
     sequence: int | None = None  # the batch's number; None: no batch yet
     timestamp: float = 0.0  # when the engine sent the batch, by the engine's clock
@@ -106,7 +106,10 @@ def encode_delta(term: int, flags: int, position: Position, changes: list[bytes]
 
 
 def decode_delta(data: bytes) -> Delta:
-    """Return the delta that these bytes encode, after the server's time in 8 bytes. Raises Damaged if they do not."""
+    """Return the delta that is encoded in these bytes, which begin with the server's time (8 bytes).
+
+    Raises Damaged if they cannot be read.
+    """
     try:
         told = _DELTAS.decode(data[_TIME.size :])
         position = Position(told.sequence, told.timestamp)

@@ -98,7 +98,10 @@ def strange(command: str, error: BaseException | None = None) -> InvalidResponse
 
 
 def describe(error: BaseException) -> str:
-    """Return the error of a call to Redis in plain words: what Redis refuses, at which key, why, and what to do."""
+    """Return the error of a call to Redis as a message for operators.
+
+    It says what Redis refuses, at which key, why, and what to do.
+    """
     if isinstance(error, BusyLoadingError):
         return in_words(f"LOADING {error}")  # redis-py removes the code
     if isinstance(error, MasterNotFoundError):  # redis-py appends a page on its connections
@@ -274,9 +277,9 @@ class _Client(Redis):
 
 
 class _Sentinels(Sentinel):
-    """The Redis sentinels, which are asked in turn where the primary is.
+    """The Redis sentinels, which are asked one after another for the address of the primary.
 
-    After a failure or a cancelled wait the next request starts with another sentinel. If two sentinels hang, a request
+    After a failed or cancelled request, the next request starts with another sentinel. If two sentinels hang, a request
     takes 2 s; the gateway then repeats it.
     """
 
@@ -413,10 +416,10 @@ class RedisConnection:
             raise
 
     def _is_doubtful(self, connection: AbstractConnection) -> bool:
-        """Return whether this connection may lead nowhere although Redis can be reached.
+        """Return whether this connection may be broken, or lead to the wrong server, although Redis can be reached.
 
-        The server may have closed it, or another connection has failed since this one was opened: in a Cluster the keys
-        of this connection may then be at another server.
+        That is so if the server has closed it. It is also so if any call to Redis has failed since it was opened: in a
+        Cluster, the key of this connection may then be at another server.
         """
         reader = connection._reader
         closed = reader is not None and (reader.at_eof() or reader.exception() is not None)

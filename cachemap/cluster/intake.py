@@ -6,8 +6,8 @@ A gateway has one of these roles for each replica:
     joining     nothing known yet
     follower    another gateway leads; the snapshot and the deltas that it writes to Redis are applied here
     leader      this gateway holds the lease: it reads the engine's events and writes their changes to Redis
-    standalone  no gateway leads, Redis is away, or its data cannot be read or is of a later incarnation of the engine:
-                this gateway reads the events for itself
+    standalone  this gateway reads the events for itself: no gateway leads, Redis cannot be reached, or its data cannot
+                be read or is of a later incarnation (run) of the engine
 
 The map is usable in every role. Each delta carries the number of the engine's last event batch that it includes. When
 the role changes, the gateway requests the batches after that one from the engine, and continues with them.
@@ -57,9 +57,9 @@ class Absent(Exception):
 class SharedIntake:
     """The intake of one replica's blocks into a cache map shared through Redis; `run` it until cancelled.
 
-    It takes the place of an EventIntake, and `SharedMap.intake` makes it. Most arguments are those of EventIntake;
-    `keys`: the replica's keys in Redis. Attributes that are not defined here are those of the EventIntake, which knows
-    only the events that this gateway read itself.
+    It takes the place of an EventIntake, and `SharedMap.intake` makes it. `keys`: the replica's keys in Redis; most
+    other arguments are those of EventIntake. Attributes that are not defined here are those of the EventIntake inside,
+    which knows only the events that this gateway read itself.
     """
 
     def __init__(self, link: Link, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
@@ -228,10 +228,10 @@ class SharedIntake:
         self.want("standalone")
 
     def stumble(self, error: BaseException) -> None:
-        """Handle an error in this gateway's own code for this replica; other replicas are not affected.
+        """Handle an exception in this gateway's own code for this replica; other replicas are not affected.
 
-        This gateway records the fault, gives up the lease, as another gateway may not fail, and tries to share the map
-        again later.
+        The fault is recorded, and the lease is given up, because another gateway may not have the fault. Later this
+        gateway tries again to share the map.
         """
         self._link.background.failed(PART, error, self.replica)
         self.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
@@ -250,12 +250,10 @@ class SharedIntake:
             self.stumble(error)
 
     def _unreachable(self) -> None:
-        """Give up the lease to write the replica's data, as the engine's events cannot be reached from here.
+        """Give up the lease to write the replica's data, as this gateway cannot reach the engine's events.
 
-        Another gateway may reach them.
-
-        This happens before the map drops the replica's blocks, so that no delta tells other gateways to do so. The
-        lease is not claimed again while the events cannot be reached.
+        Another gateway may reach them. The lease is given up before the map drops the replica's blocks, so that no
+        delta makes other gateways drop them as well. It is not claimed again while the events cannot be reached.
         """
         if self.journal is not None:
             if not self.away:
@@ -333,9 +331,10 @@ class SharedIntake:
         self._stand_alone("a newer incarnation of the replica is known to other gateways")
 
     def rename(self, keys: Keys) -> None:
-        """Use the Redis keys of the engine run (incarnation) that another gateway named, and load its data.
+        """Switch to the Redis keys of an incarnation (run of the engine process), and load its data.
 
-        Called if this gateway could not learn the start time of the engine's process, which names the run.
+        Another gateway has named the incarnation. This gateway could not name it, because it did not learn the start
+        time of the engine's process.
         """
         self.end_journal()
         self.keys, self.head = keys, 0
@@ -358,8 +357,8 @@ class SharedIntake:
     def _tell(self, state: str, reason: str) -> None:
         """Report the state of the engine's events to `on_change`.
 
-        That the events cannot be reached is reported once, and again only after events have come. Nothing is reported
-        in the role "joining", as the changes that are read then are old.
+        If the events cannot be reached, this is reported once, and not again before events have come. Nothing is
+        reported in the role "joining", as the changes that are read then are old.
         """
         if state == "live" and self.away:
             self.away = False
@@ -477,9 +476,9 @@ class SharedIntake:
 
     @property
     def tells_other_blocks(self) -> bool:
-        """Whether the engine's block format differs from that in the last snapshot, so that a new one must be written.
+        """Whether the engine's block format differs from the one in the last snapshot.
 
-        Deltas do not carry the format.
+        If it does, a new snapshot must be written, because deltas do not carry the format.
         """
         return self._blocks != self._written
 
@@ -488,12 +487,11 @@ class SharedIntake:
         return self._or_expected(self.engine.stored_as)
 
     def _or_expected(self, told: Blocks) -> Blocks:
-        """Return a block format, with the block size in which prompts are hashed if no event has shown a size yet.
+        """Return the block format `told` for comparisons, with the expected block size if no event has shown one yet.
 
-        `told`: the format as events have shown it so far.
-
-        The result is only for comparing formats. A gateway that took the expected block size for one that events have
-        shown could ignore the engine's first event, which may be the only one for a long time, as an odd one out.
+        `told`: the format as events have shown it so far. The expected size is the one in which prompts are hashed. It
+        must not be used as a size that events have shown: an engine's first event, which may be the only one for a long
+        time, could then be ignored because its size differs.
         """
         return told if told.size else told._replace(size=self.identity.block_size)
 

@@ -52,7 +52,7 @@ class Keys:
 
     `incarnation`: the run's id at this gateway. The keys have only the part of the id that is the same in all gateways:
     the process's start time, or its pid. The address after "@" is left out, as gateways may reach one engine at several
-    addresses. An id that only counts what one gateway saw ("seen-...") becomes UNNAMED.
+    addresses. If the id only counts what this gateway saw ("seen-..."), the keys have "-" instead (UNNAMED).
     """
 
     def __init__(self, deployment: str, replica: str, incarnation: str):

@@ -68,7 +68,7 @@ class Link:
         return asyncio.get_running_loop().time()
 
     def look_soon(self) -> None:
-        """Have the loop over the leases run now rather than within `look_seconds`."""
+        """Have the loop that looks at the leases run now, instead of after up to `look_seconds`."""
         self._look.set()
 
     def lane(self, member: Any) -> int:
@@ -85,7 +85,7 @@ class Link:
         return list(lanes.values())
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in a task of its own, for which nobody waits; failures are only counted."""
+        """Run a coroutine as a background task for which nobody waits; if it fails, the failure is only counted."""
 
         async def quietly() -> None:
             try:
@@ -133,7 +133,8 @@ class Link:
     def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
         """Note that one of this gateway's tasks in Redis fails for one lane (part of the key space).
 
-        `what`: the task: LEASES, READS or WRITES. It is logged if no other task is failing.
+        `what`: the task: LEASES, READS or WRITES. `trouble`: the reason, which is logged unless another failure is
+        known already.
         """
         self._reached |= trouble.answered
         if not self._troubles:
@@ -144,7 +145,7 @@ class Link:
     def works(self, what: str, lane: int) -> None:
         """Note that one of this gateway's tasks in Redis works for one lane (part of the key space).
 
-        `what`: the task: LEASES, READS or WRITES. It is logged if it was the last one that failed.
+        `what`: the task: LEASES, READS or WRITES. If it was the last task that failed, the recovery is logged.
         """
         if self._troubles.pop((what, lane), None) is not None and not self._troubles:
             log.info("redis %s is of use again", self.place)

@@ -33,11 +33,11 @@ _LONGEST = 24  # the most bytes of an element's beginning: its type and its leng
 class Parser(_AsyncHiredisParser):
     """redis-py's hiredis parser, with a check that refuses impossible lengths before hiredis allocates memory for them.
 
-    hiredis allocates all elements of an array when it reads the array's length, and walks them when it drops the array:
-    4 s for a billion. An element that arrives has at least 3 bytes. Hence the elements that were announced and have not
-    arrived are at most the announced ones less a third of the bytes since. If a read announces more elements than its
-    bytes can hold, it is given to hiredis piece by piece. Bytes that look like an announced length are one if hiredis
-    has used up all bytes before them, and otherwise a part of a string.
+    hiredis allocates all elements of an array when it reads the array's length, and visits all of them when it frees
+    the array: 4 s for a billion. The check counts the elements that were announced and have not arrived. Each element
+    that arrives has at least 3 bytes, so this number is at most the announced elements less a third of the bytes since.
+    Data that announces more elements than its bytes can hold is given to hiredis piece by piece. Bytes that look like
+    an announced length are one if hiredis has used up all bytes before them; otherwise they are a part of a string.
     """
 
     _reader: Any
@@ -77,7 +77,7 @@ class Parser(_AsyncHiredisParser):
         return True
 
     def _feed_to_next(self) -> bool:
-        """Feed hiredis the data up to the next announced length or, if that is next, the announcement itself.
+        """Feed hiredis the data before the next announced length, or that length itself if the data begins with it.
 
         Returns whether anything was fed. Raises InvalidResponse if more elements are announced than can come.
         """
@@ -97,9 +97,9 @@ class Parser(_AsyncHiredisParser):
         return True
 
     def _feed_rest(self) -> bool:
-        """Feed hiredis all remaining data, except for a cut-off beginning of an element at the end.
+        """Feed hiredis all remaining data, except for an incomplete element at the end.
 
-        That may be half of an announced length. Returns whether anything was fed.
+        The incomplete element could be half of an announced length. Returns whether anything was fed.
         """
         begun = _BEGUN.search(self._data, max(self._at, len(self._data) - _LONGEST))
         end = begun.start() if begun else len(self._data)

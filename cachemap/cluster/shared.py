@@ -215,8 +215,8 @@ class SharedMap(Link):
     def _judge(self, one: SharedIntake, look: _Look, before: int) -> None:
         """Have a replica take the role that the state of its lease implies: leader, follower, standalone or outdated.
 
-        `one`: the replica's intake. `before`: the number of the last delta that this gateway had applied when it looked
-        at the lease.
+        `one`: the replica's intake. `look`: the state of its lease. `before`: the number of the last delta that this
+        gateway had applied when it looked at the lease.
         """
         one.head = look.head
         now = self.now()
@@ -250,10 +250,11 @@ class SharedMap(Link):
 
     @staticmethod
     def _keep_up(one: SharedIntake, head: int, before: int) -> None:
-        """Have a replica's blocks follow the changes that the leading gateway writes to Redis.
+        """Have a replica's blocks follow the deltas (changes) that the leading gateway writes to Redis.
 
-        If they do not keep up with the changes (deltas), they are loaded again. `head`: the number of the last delta in
-        Redis. `before`: the number of the last one applied here before `head` was read.
+        The blocks are loaded again if Redis has fewer deltas than were applied here, or if new deltas in Redis were not
+        applied here for several looks at the lease. `head`: the number of the last delta in Redis. `before`: the number
+        of the last one applied here before `head` was read.
         """
         one.behind = one.behind + 1 if one.in_step and head > one.n == one.looked_n else 0
         one.looked_n = one.n
@@ -266,9 +267,10 @@ class SharedMap(Link):
             one.want("follower")
 
     def _forget_troubles(self) -> None:
-        """Forget that Redis tasks failed which this gateway no longer has, as it would not notice that they work again.
+        """Forget failures of those Redis tasks that this gateway has nothing to do for now.
 
-        After a refused write, the replica's lease is not claimed for a while; until then the trouble is kept.
+        It would not notice when such a task works again. A refused write is remembered until the replica's lease may be
+        claimed again.
         """
         for what, lane in list(self._troubles):
             members = [one for one in self.members if self.lane(one) == lane]

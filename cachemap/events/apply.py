@@ -47,12 +47,14 @@ class EventApplier:
     `looks_ahead`: how many tokens after a block the block's name in prompts also covers;
     `told`: the engine's block format as earlier events showed it.
 
-    Attributes, counted in blocks (where the engine's pages are smaller than blocks, the last two count pages):
-    `blocks_stored`: blocks stored in the main group;
-    `blocks_removed`: blocks removed;
-    `orphans`: blocks left out because their tokens or the block before them are unknown, so that they have no hash;
-    `ignored`: blocks left out for another reason: slower tiers keep them for another cache group or in chunks that do
-    not consist of the map's blocks, they are parts of a block, or their format is not the engine's known one.
+    Attributes (`orphans` and `ignored` count pages where the engine's pages are smaller than blocks):
+    `blocks_stored`: how many blocks were stored in the main group;
+    `blocks_removed`: how many blocks were removed;
+    `orphans`: how many blocks were left out because their tokens or the block before them are unknown, so that they
+    have no hash;
+    `ignored`: how many blocks were left out for another reason: a slower tier keeps them for another cache group, or in
+    chunks that do not consist of the map's blocks; they are parts of a block; or their format is not the engine's known
+    one;
     `fault`: why nothing of this replica can be used, None while all is well.
     """
 
@@ -97,7 +99,7 @@ class EventApplier:
     def believe(self, told: Blocks) -> None:
         """Adopt the block format that another gateway read from events, until later events agree on another format.
 
-        A format in which names cover more than MOST_AHEAD tokens after a block counts as unknown.
+        A format in which a block's name covers more than 16 tokens after the block (MOST_AHEAD) counts as unknown.
         """
         if told.ahead > MOST_AHEAD:
             told = UNTOLD
@@ -170,7 +172,7 @@ class EventApplier:
                 yield
 
     def _blocks_under_key(self, tier: str) -> int:
-        """Return the largest number of the map's blocks that the removal of one engine key can concern."""
+        """Return the most blocks of the map that the removal of one engine key can concern in this memory tier."""
         if tier == "gpu":
             return self._groups.whole or 1
         tiers = self._map.chunk_tiers(self._slot)
@@ -218,14 +220,14 @@ class EventApplier:
     def forget(self) -> None:
         """Forget all blocks of the replica, here and in the map, and all pending changes.
 
-        Which stores below the engine report no removals is remembered.
+        What is kept is the knowledge which stores below the engine report no removals.
         """
         self._forget_own()
         self.let_go()
         self._map.clear(self._slot)
 
     def let_go(self) -> None:
-        """Drop the state about pages and chunks that would be outdated without further events; the map is unchanged."""
+        """Drop what is known of pages and chunks, which gets outdated without further events; the map is unchanged."""
         self._drop_pages()
         for chunks in self._chunks.values():
             chunks.clear()
@@ -320,8 +322,9 @@ class EventApplier:
     def _is_as_known(self, event: Stored) -> bool:
         """Return whether an event's blocks have the format known for full attention, or are parts of such blocks.
 
-        The format is the block size and how many tokens after a block its name also covers. Another format becomes the
-        known one after several events in a row have shown it. Sets `fault` if prompts' blocks are named differently.
+        The format is the block size and how many tokens after a block its name also covers. Another format replaces the
+        known one once several events in a row have shown it. Sets `fault` if the names of prompts' blocks cover another
+        number of tokens after the block than the engine's.
         """
         if event.looks_ahead > MOST_AHEAD:
             return False
@@ -374,9 +377,10 @@ class EventApplier:
         self.blocks_stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:
-        """Return whether an event is of the main group (full attention), while no event has shown which group that is.
+        """Return whether an event is the first one known to be of the main group (full attention).
 
-        If it is, and is about GPU memory, its group is the main group from now on.
+        Returns False once the main group is known. If the event is of that group and about GPU memory, its group is the
+        main group from now on.
         """
         if self._main is not None or event.kind != FULL_ATTENTION or self._groups.knows(event.group):
             return False

@@ -42,10 +42,10 @@ class Chunk:
 
 
 def block_keys(key: Key, blocks: int) -> list[Key]:
-    """Return the keys under which the map has a chunk's blocks; the last block has the chunk's own key.
+    """Return the keys under which the map stores a chunk's blocks; the last block has the chunk's own key.
 
-    Through that key the block before the next chunk is found, even in a gateway that has only a copy of another
-    gateway's map. `blocks`: how many blocks the chunk has.
+    The chunk's key therefore leads to the block before the next chunk, even in a gateway that has only a copy of
+    another gateway's map. `blocks`: how many blocks the chunk has.
     """
     return [*((key_bits(key) + number * ODD) & U64 for number in range(1, blocks)), key]
 
@@ -53,10 +53,11 @@ def block_keys(key: Key, blocks: int) -> list[Key]:
 class Chunks:
     """The chunks of one replica in one slower memory tier.
 
-    `blocks`: blocks in a chunk. `hold`: reserves bytes of the map's memory budget for a chunk (`CacheMap.hold`).
-    `blind`: the source of the events reports no removals. This shows when it reports a chunk that is held already.
-    LMCache's server reports a chunk only once until it is removed. But LMCache's connectors may report a chunk again if
-    they report what they stored themselves, and they never report evictions (`CacheEngine.get_kv_events`;
+    `blocks`: blocks in a chunk. `hold`: a function that reserves bytes of the map's memory budget (`CacheMap.hold`).
+    `blind`: whether the source of the events reports no removals. It is set when a chunk is reported that is held
+    already.
+    LMCache's server reports a chunk only once until it is removed. LMCache's connectors can report what they stored
+    themselves; they may report a chunk again, and they never report evictions (`CacheEngine.get_kv_events`;
     `_build_store_kv_events` where the server has no log). What the store of a blind source holds is unknown, so nothing
     that it reports is kept until it reports a removal.
     """
@@ -104,8 +105,9 @@ class Chunks:
     def remove(self, keys: Iterable[Key]) -> Iterator[Chunk | None]:
         """Record that the store dropped these chunks; yield each chunk that a look-up no longer finds.
 
-        These include the chunks that follow a removed one. For each forgotten chunk None is yielded too, so that the
-        caller can count the work. The caller must exhaust the iterator before the next call.
+        These include the chunks that follow a removed one. In addition, None is yielded for each chunk that is
+        forgotten here, so that the caller can count the work. The caller must exhaust the iterator before the next
+        call.
         """
         for key in keys:
             chunk = self._by_key.get(key)

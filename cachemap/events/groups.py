@@ -68,7 +68,7 @@ class GroupEvents:
         return index in self._known
 
     def trouble(self, event: Stored) -> str | None:
-        """Return why an engine's events cannot be used, judged by the cache group of this event; None if they can."""
+        """Return why the cache group of this event makes the engine's events unusable, or None if it does not."""
         sizes = sorted((event.block_size, self._block_size))
         parts = event.kind == MAMBA and sizes[0] > 0 and sizes[1] % sizes[0] == 0
         if event.block_size != self._block_size and not parts:
@@ -88,7 +88,7 @@ class GroupEvents:
     def store_part(self, event: Stored) -> None:
         """Queue an event about a prompt's last, partial block, for an engine with larger blocks than the map's.
 
-        The block gets its hash in `following`, through Mamba's event of the same engine step.
+        `following` finds the block's hash later, in the event of Mamba layers that the same engine step sends.
         """
         self._wait(event)
         if self._state is not None and self._state.group < event.group:
@@ -99,8 +99,8 @@ class GroupEvents:
     def store(self, event: Stored) -> None:
         """Queue an event of a cache group until `following` finds its blocks' hashes, and note the group.
 
-        An event of Mamba is also kept for prompts' last, partial blocks of the same engine step, as it shows their
-        hashes.
+        An event of Mamba layers is also kept, because it shows the hashes of prompts' last, partial blocks of the same
+        engine step.
         """
         if not self.knows(event.group):
             if event.kind == MAMBA:
@@ -146,7 +146,10 @@ class GroupEvents:
             self._map.add_group(self._slot, self._parts)
 
     def remove_parts(self, keys: Sequence[Key]) -> None:
-        """Queue the removal of prompts' last, partial blocks with these keys. Exhaust `following` first."""
+        """Queue the removal of prompts' last, partial blocks with these engine keys.
+
+        Iterate `following` to its end before, so that no earlier event about these blocks still waits.
+        """
         if self._parts is not None:
             self._remove(self._parts.tier, keys)
 
@@ -255,7 +258,10 @@ class GroupEvents:
         self._alone.clear()
 
     def remove(self, event: Removed) -> None:
-        """Queue the removal of an event's blocks from its cache group. Exhaust `following` first."""
+        """Queue the removal of an event's blocks from its cache group.
+
+        Iterate `following` to its end before, so that no earlier event about these blocks still waits.
+        """
         self._remove(self._known[event.group].tier, event.keys)
 
     def _remove(self, tier: str, keys: Sequence[Key]) -> None:

@@ -277,8 +277,9 @@ class EventIntake:
     def request_finished(self, prompt_blocks: int) -> None:
         """Note that a request finished, so that a replica which reports no events is noticed.
 
-        `prompt_blocks`: how many of the prompt's full blocks were new to the replica, which must report them soon.
-        After SILENT_REQUESTS such requests without a report, the replica's cache is modelled (state "unobserved").
+        `prompt_blocks`: how many of the prompt's full blocks were new to the replica, so that it must report them soon.
+        If 4 such requests (SILENT_REQUESTS) finish over at least 2 s (SILENT_SECONDS) without any report, the replica's
+        cache is modelled (state "unobserved").
         """
         if prompt_blocks <= 0 or self.state == "unobserved":
             return
@@ -349,9 +350,9 @@ class EventIntake:
         return numbered
 
     def _recoveries_left(self) -> float:
-        """Return how often the replica's blocks may be repaired or start again now, after gaps and restarts.
+        """Return how many recoveries are allowed now: replays after gaps, and new beginnings after restarts.
 
-        The number grows by one every RECOVERY_SECONDS, up to RECOVERIES.
+        The number grows by one every 10 s (RECOVERY_SECONDS), up to 10 (RECOVERIES).
         """
         now = _now()
         more = (now - self._recovered_at) / RECOVERY_SECONDS

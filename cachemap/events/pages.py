@@ -47,16 +47,16 @@ class Pages:
     """The pages (blocks smaller than the map's) of one replica.
 
     The map knows a block under the engine's key of the block's last page. Each page has a number, from 1 on, which
-    indexes the arrays below. A page also has a name, a hash that stands for the prompt up to the page's end: within a
-    block, each page's name is chained to that of the page before, and the name of the last page is the block's hash.
-    (Engines are not known to hold two pages with one name. If they did, the name would be forgotten with the first of
-    the two that is dropped.)
+    indexes the arrays below. A page also has a name, a hash that stands for the prompt up to the page's end. Within a
+    block, each page's name is chained to that of the page before. Without `pairs`, the name of the last page is the
+    block's hash. (Engines are not known to hold two pages with one name. If they did, the name would be forgotten with
+    the first of the two that is dropped.)
 
     `page_size`: tokens in a page.
-    `pairs`: the engine finds a page only if the token after it is equal too, so each page's name, the last one's
-    included, is made of pairs of a token and the next token.
-    `searched`: pages visited one by one since a step of the work ended.
-    `orphans`: pages that were ignored because the page before them is unknown.
+    `pairs`: whether the engine finds a page only if the token after it is equal too. If so, all page names are made of
+    pairs of a token and the next token, so the name of a block's last page is not the block's hash.
+    `searched`: how many pages were visited one by one since a step of the work ended.
+    `orphans`: how many pages were ignored because the page before them is unknown.
     """
 
     def __init__(self, model: str, block_size: int, page_size: int, pairs: bool = False):
@@ -86,8 +86,9 @@ class Pages:
     def store(self, event: Stored) -> Generator[None, None, list[Chain]]:
         """Record that the engine holds an event's pages; yield between steps of the work.
 
-        Returns the map's blocks that these pages complete. Raises OverflowError if the engine holds more than
-        MOST_PAGES pages, or more than fit into MOST_BYTES. Pages that follow an unknown page are counted in `orphans`.
+        Returns the map's blocks that these pages complete. Pages that follow an unknown page are counted in `orphans`.
+        Raises OverflowError if the engine holds more pages than can be kept here (at most MOST_PAGES pages, and
+        MOST_BYTES bytes).
         """
         tags = _tags(event.keys)
         before = 0 if event.parent is None else self._by_key.at(int(_tags([event.parent])[0]))
@@ -213,9 +214,9 @@ class Pages:
         return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
 
     def _begun(self, page: int) -> list[int]:
-        """Return the pages, from the block's first one up to this one, of the block of the map that contains this page.
+        """Return the numbers of the pages of an unfinished block of the map, from its first page up to `page`.
 
-        Empty if the page is the last one of its block, so that no block is unfinished, or if `page` is 0.
+        Empty if `page` is the last page of its block, so that the block is finished, or if it is 0 (no page).
         """
         pages: list[int] = []
         if page and self._places[page] != self._last:

@@ -71,7 +71,7 @@ AGREEING = 3  # how many events must report the same other number before it repl
 class Agreed:
     """One number of an engine's block format, which a single odd event does not change.
 
-    The first event sets the number. Later the number changes only after AGREEING events in a row have reported the same
+    The first event sets the number. Later it changes only after three events in a row (AGREEING) have reported the same
     other number. `known`: the number at present.
     """
 
@@ -82,10 +82,10 @@ class Agreed:
         self._other, self._times = known, 0  # the last other number, and how many events in a row have reported it
 
     def take(self, told: int, ends_other: bool = True) -> bool:
-        """Note the number that an event reports; return whether it equals the known number, which may change first.
+        """Note the number that an event reports; return whether it now equals the known number.
 
-        `told`: the reported number. `ends_other`: an event that reports the known number makes the count of events
-        in a row that reported another number start again from 0.
+        The known number may change to the reported one first. `told`: the reported number. `ends_other`: whether an
+        event that reports the known number resets the count of events in a row that reported another number.
         """
         if not self._is_heard:
             self.known, self._is_heard = told, True

@@ -19,9 +19,9 @@ async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]],
     Raises TimeoutError if the engine stops answering.
 
     vLLM's socket silently drops messages that are more than 1,000 ahead of the network, even the end marker (its
-    high-water mark is ZMQ's default). Where a number is skipped, or the end marker does not come, the remaining batches
-    are therefore requested again, up to MOST_ANSWERS times. Each answer but the last has about 1,000 batches, and an
-    engine keeps 10,000 by default.
+    high-water mark is ZMQ's default). So if a number is skipped or the end marker does not come, the remaining batches
+    are requested again, for up to 1,000 requests in all (MOST_ANSWERS). Each answer but the last has about 1,000
+    batches, and an engine keeps 10,000 by default.
     """
     wanted = None
     for _ in range(MOST_ANSWERS):

@@ -70,11 +70,11 @@ class BlockTable:
         return self.blocks.holders.has(self.blocks.sets.take(numbers), slot)
 
     def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
-        """Store blocks of which some hash or tag (shortened engine key) is stored already or occurs twice among them.
+        """Store blocks if some of their hashes or tags are known already, or occur twice among them.
 
-        Returns, as `store` does, the indices of the blocks that the replica held already. `numbers`: the blocks'
-        numbers in this table. `packed`: for each block its tag and number in one 64-bit word. `at`: the place of each
-        tag in the replica's table of aliases, -1 if the tag is unknown.
+        A tag is a shortened engine key. Returns, as `store` does, the indices of the blocks that the replica held
+        already. `numbers`: the blocks' numbers in this table. `packed`: for each block its tag and number in one 64-bit
+        word. `at`: the place of each tag in the replica's table of aliases, -1 if the tag is unknown.
         """
         alias, twins = self.aliases[slot], self.capacity.twins.setdefault(slot, Counter())
         known = at >= 0
@@ -190,10 +190,10 @@ class BlockTable:
 
 
 def fewer(counts: Counter[Any], what: object) -> bool:
-    """Subtract one from the count of a block's copies beyond the first.
+    """Remove one of a block's further copies, those beyond the first; return whether it had any.
 
-    Returns True if there was such a copy, so that the block stays, and False if the block had one copy only. `counts`:
-    copies beyond the first by block; `what`: the block.
+    If the result is False, the block had only one copy and is gone with it. `counts`: the number of further copies, by
+    block. `what`: the block.
     """
     beyond = counts.get(what, 0)
     if beyond > 1:

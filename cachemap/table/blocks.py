@@ -217,7 +217,8 @@ class Blocks:
     def date(self, chain: np.ndarray, parent: int) -> None:
         """Mark a chain of blocks as last used when the block before it was, or now if that block is unknown.
 
-        `chain`: the numbers of consecutive blocks; `parent`: the hash of the block before them, or 0.
+        Blocks that were used more recently stay as they are. `chain`: the numbers of consecutive blocks. `parent`: the
+        hash of the block before them, or 0.
         """
         number = 0
         if parent and len(chain):

@@ -201,9 +201,9 @@ class Buckets:
         return ((tags * SECOND >> UPPER) % self._buckets).view(np.int64)
 
     def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
-        """Return where tags[i] lies in buckets[i], for each i for which it does, as 8 * i + its column in the bucket.
+        """Return which tags lie in the given buckets and where: 8 * i + column if tags[i] is in buckets[i].
 
-        A bucket has 8 columns, and at most one of them has the tag.
+        A bucket has 8 columns, and at most one of them has the tag. Tags that are not in their bucket are left out.
         """
         lines = self.rows.take(buckets, 0)
         if self._payload_bits:
@@ -236,9 +236,9 @@ class Buckets:
     def _race(self, words: np.ndarray, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Put words into the first free place of their buckets, at most one word into each bucket.
 
-        Returns each word's place, and -1 for a word whose bucket took another word. All words that want a place write
-        their index there, and the word whose index is read back gets the place. For words with the same tag as that
-        word, its place is returned too. `first`: each tag's first bucket.
+        All words that want the same place write their index there, and the word whose index is read back gets the
+        place. Returns each word's place, or -1 for a word that lost to another one. A word that lost to a word with the
+        same tag gets that word's place. `first`: each tag's first bucket.
         """
         at, spilled = self._emptier(tags, first)
         wanted = at << 3

@@ -246,8 +246,8 @@ class Capacity:
         """Return the capacity in words to which a full table should grow; 0 if the budget allows too little growth.
 
         `more`: words that must fit in addition. `expected`: words that the table will hold once all replicas' caches
-        are full. While words move, the old and the new table exist at the same time. For this reason the last growth
-        goes straight to the budget's limit, at a size at which both tables still fit.
+        are full. While words move, the old and the new table both take memory. A table that is half as large as the
+        budget allows therefore grows to the limit at once, while there is still memory for both.
         """
         now, need = int(len(table.words) * FILL), table.count + more
         ceiling = self._budget.total // LEAST_BYTES

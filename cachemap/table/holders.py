@@ -84,7 +84,7 @@ class HolderSets:
         """Return for each block the number of its set of holders after one replica was added or removed.
 
         `numbers`: the number of each block's present set. `slot`: the replica's index. `joins`: add the replica,
-        otherwise remove it. The counts in `uses` of blocks that have each set are updated.
+        otherwise remove it. Also updates `uses`, the counts of the blocks that have each set.
         """
         first = numbers[0]
         if (numbers == first).all():

@@ -47,11 +47,12 @@ class _Generation(Tree):
             segment = segment.parent
 
     def beyond(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> Iterator[tuple[int, int, Segment]]:
-        """Yield the replicas for which more leading blocks of this chain are predicted than confirmed.
+        """Yield each replica for which more leading blocks of this chain are predicted than confirmed.
 
-        Each result is the replica's slot (index), how many leading blocks were in prompts sent to it, and the segment
-        (tree node) of the last of these blocks. `now`: monotonic seconds, to leave out expired predictions.
-        `confirmed`: for each slot, the number of confirmed leading blocks.
+        Each result has the replica's slot (index), how many leading blocks were in a prompt sent to it, and the segment
+        (tree node) of the last of these blocks. A replica may come several times, with the most blocks first. `now`:
+        monotonic seconds, to leave out expired predictions. `confirmed`: for each slot, the number of confirmed leading
+        blocks.
         """
         segment, end = self._longest(hashes)
         least, root = min(confirmed), self._root
@@ -72,17 +73,17 @@ class _Generation(Tree):
         return end
 
     def drop(self, slot: int, number: int, hashes: Sequence[int]) -> None:
-        """Queue the report that the replica dropped these blocks from its cache.
+        """Record that a replica reported these blocks as dropped from its cache.
 
-        `number`: the number of the last prompt routed before the report. The blocks are not indexed until `dropped` is
-        read, since most are never looked up.
+        `number`: the number of the last prompt that was routed before the report. The blocks are put into the index
+        (`dropped`) only when it is read, since most of them are never looked up.
         """
         self._told.append((slot, number, hashes))
         self._told_blocks += len(hashes)
 
     @property
     def dropped(self) -> dict[tuple[int, int], int]:
-        """The blocks that replicas reported as dropped: by slot (replica's index) and block hash.
+        """The blocks that replicas reported as dropped: by the replica's slot (index) and the block's hash.
 
         The value is the number of the last prompt that was routed before the report.
         """

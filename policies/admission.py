@@ -108,7 +108,10 @@ class Admission:
         return any(queue.count for queue in self.queues)
 
     def close(self) -> bool:
-        """Leave the capacity shared with other fleets; return False, and stay, while requests still wait here."""
+        """Stop sharing the capacity for waiting requests with other fleets; return whether that was possible.
+
+        It is not possible, and nothing changes, while requests still wait here.
+        """
         if self.waiting or self._gave_way:
             return False
         self.space.fleets.remove(self)
@@ -212,10 +215,10 @@ class Admission:
         queue.add(request, now)
 
     def _otherwise(self, asked: Question, steps: Sequence[str], refused: AdmissionDecision) -> AdmissionDecision:
-        """Try the steps for a request that would be refused, until one of them accepts it; return the last decision.
+        """Try the steps for a request that would be refused, until one of them accepts it; return the decision.
 
-        `steps`: wait, degrade, spill and reject, in the order of the request's class. `refused`: the decision without
-        these steps.
+        If no step accepts the request, it is refused. `steps`: wait, degrade, spill and reject, in the order that the
+        request's class sets. `refused`: the decision without these steps.
         """
         for step in steps:
             found: AdmissionDecision | None = None
@@ -239,8 +242,8 @@ class Admission:
     def _degraded(self, asked: Question, reason: str) -> AdmissionDecision | None:
         """Decide to send a request with a capped answer where its latency limits are met that way.
 
-        Replicas for which a higher class waits are left out. `reason`: the reason for the decision. Returns None if the
-        answer cannot be capped, or if no replica suits it even with a capped answer.
+        Replicas for which a higher class waits are left out. `reason`: why the request is not sent with a full answer.
+        Returns None if the answer cannot be capped, or if no replica suits it even with a capped answer.
         """
         floor = self._floor(asked.request)
         estimates = asked.offers.capped(floor)
@@ -260,7 +263,7 @@ class Admission:
     def _in_overflow_pool(self, asked: Question, reason: str) -> AdmissionDecision | None:
         """Decide to send a request to the overflow pool, to replicas that meet its limits or at least have room.
 
-        Returns None if the pool has neither. `reason`: the reason for the decision.
+        Returns None if the pool has neither. `reason`: why the request is not sent to its usual replicas.
         """
         estimates = asked.offers.in_overflow_pool()
         among = self.fit.meeting(estimates, asked) or [

@@ -134,7 +134,7 @@ class ClassQueue(_Sums):
 
     @property
     def is_absent(self) -> bool:
-        """Whether no replica was ready for its requests when that was last checked."""
+        """Whether, at the last check, no replica was ready for the requests of this queue."""
         return ABSENT in self.targets
 
     def add(self, request: QueuedRequest, now: float) -> None:

@@ -340,7 +340,7 @@ class Costs:
         """Return the predicted TTFT in four parts, in seconds: fixed cost, own prefill, queue, and shared decode steps.
 
         The queue includes the backlog (`backlog_seconds`) and the time by which the replica's next answer is overdue.
-        For admission.
+        Admission predicts latencies from these parts.
         """
         base, own, queue, crowd = self._ttft(load, uncached, context, now)[1]
         return base, own, queue + self.backlog_seconds(load, now) + max(0.0, now - load.due), crowd
@@ -498,7 +498,7 @@ class CostGroup:
             self._known = dict(learned["replicas"])
 
     def follow(self) -> Changes[Costs]:
-        """Return the log of replicas' costs whose speeds change from now on; the same log at each call."""
+        """Return the log of the replicas whose speeds change, as their `Costs`; the log begins at the first call."""
         if self.changes is None:
             self.changes = Changes()
         return self.changes
@@ -531,8 +531,8 @@ class CostGroup:
     def decay_idle(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
         """Move the speeds of `idle` replicas towards the mean of the `used` ones, where the idle ones are slower.
 
-        In this way slow replicas are tried again, however few requests there are. `seconds`: how much longer they have
-            been idle since the last call.
+        In this way slow replicas are tried again, however few requests there are. `seconds`: the time since the last
+        call.
         """
         kept = 0.5 ** (seconds / _DECAY_HALF_LIFE)
         ttft = exp(sum(log(one.ttft.value) for one in used) / len(used))

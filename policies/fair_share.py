@@ -96,8 +96,8 @@ class FairShare:
     def book_retry(self, qos: QosClass, seconds: float, work: float, pace: float, now: float) -> float:
         """Book time for the retry of a refused request, and return after how many seconds it should come.
 
-        `seconds`: after how many it would be admitted if no other request retried; `work`: the seconds of its prefill;
-        `pace`: how many seconds of prefill leave the queue of its class per second.
+        `seconds`: after how many seconds the request would be admitted if no other request retried. `work`: the seconds
+        of its prefill. `pace`: how many seconds of prefill leave the queue of its class per second.
         """
         ahead = max(0.0, self._booked.get(qos.name, 0.0) - now)
         most = min(_MOST_BOOKED, max(_LEAST_BOOKED, _FOLLOWED - seconds))

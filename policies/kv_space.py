@@ -156,7 +156,8 @@ class KvSpace:
     def size(self, blocks: int, context: int | None = None) -> int:
         """Return the KV cache size in tokens that vLLM logs for this many blocks.
 
-        It is `context` times the number of requests of that length that fit; None means the model's longest context.
+        The size is how many requests of `context` tokens each fit at once, times `context`. None means the model's
+        longest context.
         """
         context = context or self.shape.context
         return int(blocks / self.needed(context) * context)

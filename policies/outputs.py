@@ -179,7 +179,7 @@ def due(
 
 
 def answer_seconds(candidate: Candidate, demand: Demand) -> float:
-    """Return how many seconds the answer may take on the candidate, beside the present streams, if it is a long one.
+    """Return how many seconds a long answer to the request may take on the candidate, next to the present streams.
 
     Its length is assumed to be the mean plus twice the residual, or `max_tokens` if that is less. One in 20 of
     exponentially distributed lengths is longer, and one in 30 of lognormal ones (sigma 1).

@@ -142,9 +142,10 @@ class Placement:
 
     @property
     def punctual_ttft(self) -> float:
-        """The predicted TTFT without the time by which the replica is late, to learn from.
+        """The predicted TTFT without the time by which the replica is late; measured times are compared with it.
 
-        That an answer is overdue at one moment says nothing about the next request.
+        That an answer is overdue when one request is placed says nothing about the next request, so it is not learned
+        from.
         """
         taken = self.reservation
         seconds = self.candidate.costs.punctual_seconds(taken.before, taken.uncached, self.cached, taken.at)
@@ -403,10 +404,11 @@ class Router:
         return 0 if left_out is None else size - left_out
 
     def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower, now: float) -> Pull | None:
-        """Return the part of a pull that is still needed, and note its beginning; None if no part is.
+        """Return the part of a pull that is still needed, and note that it begins; None if no part is needed.
 
         A pull fetches a part of the prompt from another replica's memory. The replica that fetches, `by`, may hold more
-        of the prompt than was known when the pull was offered; `lower` says which tokens are still to be fetched.
+        of the prompt than was known when the pull was offered. `lower`: the prompt tokens that `by` takes from slower
+        tiers and from the other replica.
         """
         tokens = sum([tokens for tier, tokens in lower if tier == PEER])
         if pull is None or not tokens:

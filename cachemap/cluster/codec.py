@@ -160,8 +160,9 @@ class Snapshot(NamedTuple):
 class Header(msgspec.Struct):
     """The first piece of a snapshot (all blocks of a replica), which says what the other pieces contain.
 
-    `held`, `copies`: by memory tier, how many blocks and how many counts of copies follow. `n`, `term`, `sequence`,
-    `timestamp`: those of the `Snapshot`. `check`: the checksum of the other pieces together.
+    `held`, `copies`: by memory tier, how many blocks and how many counts of copies follow. `n`, `term`: as in
+    `Snapshot`. `sequence`, `timestamp`: the snapshot's position, the last event batch that it includes. `check`: the
+    checksum of the other pieces together.
     """
 
     format: int

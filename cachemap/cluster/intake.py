@@ -216,7 +216,7 @@ class SharedIntake:
             self._wake.set()
 
     def resign(self) -> None:
-        """Give up the lease to write the replica's data to Redis, and read the events for this gateway alone.
+        """Give up the lease to write the replica's data to Redis; from now on read the events for this gateway alone.
 
         The lease is not claimed again for three times its duration.
         """
@@ -294,7 +294,8 @@ class SharedIntake:
     async def _lead(self) -> None:
         """Become the replica's leader: the gateway that reads the engine's events and writes the changes to Redis.
 
-        The start is the data that the last leader wrote or, without such data, all that the engine has.
+        If this gateway does not read the events already, it continues from the data that the last leader wrote. Without
+        such data, it starts from all events that the engine still has.
         """
         whole = True
         if self._reading is None:  # otherwise the map follows the engine already, and a new snapshot is written from it

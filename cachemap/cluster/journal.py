@@ -84,7 +84,7 @@ class Journal:
         return self.whole or self.tail_bytes > max(TAIL * blocks, LEAST_TAIL)
 
     def first_to_keep(self, blocks: int) -> int:
-        """Return the number of the oldest delta (set of changes) to keep in Redis beside a new snapshot.
+        """Return the number of the oldest delta (set of changes) that Redis should keep in addition to a new snapshot.
 
         `blocks`: how many blocks the snapshot has.
         """

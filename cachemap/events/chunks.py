@@ -84,9 +84,10 @@ class Chunks:
         """Record that the store has a chunk; return the chunks that a look-up now finds, or None if memory is short.
 
         `key`: the chunk's key. `before`: the key of the chunk before it. `parent`: the hash of the block before it, 0
-        at a prompt's start. `hashes`: the hashes of its blocks. In the result each chunk comes after the one that it
-        follows. If the chunk before this one is unknown, a look-up is taken to find this one. Sets `blind` if the store
-        has the chunk already. The caller must exhaust the iterator before the next call.
+        at a prompt's start. `hashes`: the hashes of its blocks.
+        In the result, a chunk comes after the one that it follows. If the chunk before the stored one is unknown,
+        look-ups are assumed to find the stored one. If the store has the chunk already, `blind` is set. The caller must
+        exhaust the iterator before the next call.
         """
         chunk = self._by_key.get(key)
         if chunk is None:

@@ -31,8 +31,8 @@ MOST_STEP = 1 << 19  # the most bytes of tokens in Mamba's event of a step for a
 class GroupEvents:
     """The events of one replica's cache groups (layers with blocks of their own) besides the main one, full attention.
 
-    `slot`: the replica's index in the map. `told`: a function that returns our hash of the block with each engine key,
-    0 if unknown. `hashes_of`: a function that returns our hashes of the last blocks of an event
+    `slot`: the replica's index in the map. `told`: a function that returns, for each engine key, our hash of the block,
+    or 0 if the key is unknown. `hashes_of`: a function that returns our hashes of the last blocks of an event
     (`EventApplier._hashes_of`). `removed`: how many blocks were removed from the map. `orphans`: how many blocks were
     left out because full attention does not have them.
     """

@@ -184,9 +184,9 @@ class Inbox(asyncio.Protocol):
         return at
 
     def _go_on(self, transport: asyncio.Transport) -> None:
-        """Take the frames that were left, and read from the connection again.
+        """Take the frames that `_take_frames` left, and read from the connection again.
 
-        They were left for another event-loop iteration, or because too many bytes waited to be read.
+        Frames are left for another event-loop iteration, or because too many bytes wait to be read.
         """
         if transport is not self._transport or transport.is_closing():
             return

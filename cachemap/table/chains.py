@@ -215,9 +215,9 @@ class EngineModel(Tree):
 
 
 def _shared(blocks: array[int], hashes: Sequence[int], start: int, size: int) -> int:
-    """Return how many leading hashes of `blocks` equal the hashes in `hashes` from index `start` on, by bisection.
+    """Return how many leading hashes of `blocks` equal those in `hashes` from index `start` on, by bisection.
 
-    Only the first `size` hashes are compared; of these the first must be equal and the last one different.
+    Only the first `size` hashes are compared. Of these the first pair must be equal and the last pair different.
     """
     low, high = 1, size - 1
     while low < high:

@@ -5,9 +5,9 @@ predicted TTFT, the sixth is the delay of other requests' first tokens, and the 
 answer and of others. A *stream* is a request that is decoding.
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
-    queue         tokens ahead x queued + the rest of the current step, less the part of both that is done by now; plus
-                  the time by which the replica's next answer is overdue
-    crowd         the decode steps that its prefill shares with the streams there: the longer the prefill, the more
+    queue         tokens ahead x queued + the current step, less the part of both that is done by now; plus the time by
+                  which the replica's next answer is overdue
+    crowd         the decode steps that its prefill shares with the streams there; a longer prefill shares more of them
     fetch         tokens in slower tiers x the learned time to fetch one, by tier
     room          if its KV cache blocks do not fit: the shortfall x the time that the streams there still take
     interference  own prefill x (prompts that wait for the next step, as this one will, + 0.25 x prompts that may have
@@ -29,14 +29,15 @@ tokens and batch size, which is the `stall` here. Waiting prompts count as strea
 
 `after` is the product of two factors: how much a second after the first token counts relative to one before it, and for
 how many requests a difference between the replicas' batches lasts. The first factor is 1 where a conversation begins:
-the batch is chosen for all its answers, and nothing is lost. It is 0.15 where a conversation continues: a smaller batch
-elsewhere would compute its history again, and at 1 the TTFT grows by more than the rest shrinks (`docs/policies.md`).
-The second factor has two causes: requests that continue this conversation meet the difference again, until one of them
-moves; and each request that is free to choose goes where fewer are, which levels the difference. It is 1 / (share of
-requests that begin a conversation x (1 + mean streams of a replica) + 0.4 that move): nearly 0 where all requests begin
-a conversation and many decode, and two and a half where nearly all continue one. Where a conversation begins, its next
-requests will meet other streams, too: `stall` and `crowding` also count how many requests follow one that begins
-(learned) x the streams expected there (all streams x this replica's share of recent choices).
+the batch is chosen for all its answers, and nothing is lost. It is 0.15 where a conversation continues: a move to a
+smaller batch costs computing the history again, and with 1 the TTFT grows by more than the rest shrinks
+(`docs/policies.md`). The second factor weighs two effects. Requests that continue this conversation meet the difference
+again, until one of them moves. And each request that is free to choose goes where streams are fewer, which levels the
+difference. The factor is 1 / (share of requests that begin a conversation x (1 + mean streams of a replica) + 0.4 that
+move): nearly 0 where all requests begin a conversation and many decode, and two and a half where nearly all continue
+one. Where a conversation begins, its next requests will meet other streams, too: `stall` and `crowding` also count how
+many requests follow one that begins (learned) x the streams expected there (all streams x this replica's share of
+recent choices).
 
 Two legs (prompt on one replica, answer on another) are compared with one replica by the same terms (`legs`), except
 that a pause of other streams also counts 0.15, as much as a second between the tokens of the request's own answer. If
@@ -45,15 +46,15 @@ the difference between replicas counts. A replica that only computes prompts spa
 
 The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself
 once the queue of the replica that holds it costs more than computing elsewhere. It spreads earlier by ski-rental
-replication: the *regret* of a prefix is what requests have lost, over all these terms, because a replica lacks a copy,
-and once it equals the cost of a copy, the next request makes the copy. For copies that stay, that costs at worst twice
-what knowing the future would (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches turn over, the
-regret fades.
+replication. The *regret* of a prefix is the seconds that requests have lost, over all these terms, because a replica
+lacks a copy of the prefix. Once the regret equals the cost of a copy, the next request makes the copy. If copies stay,
+the total cost is at worst twice what it would be with knowledge of the future (Karlin et al., Algorithmica 3, 1988, on
+snoopy caching). Since caches turn over, the regret fades.
 
 Overlaps (the prompt tokens that replicas hold) show whether a conversation begins. A continuing request finds a whole
 earlier prompt on one replica alone. A first request finds less than the shortest prompt with the same first block,
-since instructions are shared and tasks are not. For a continuing request the costs of future requests are left out:
-moving it costs the computation of its history at once.
+since instructions are shared and tasks are not. For a continuing request the costs of future requests are left out,
+because a move costs the computation of its history at once.
 
 Inputs: overlaps and tiers (if missing, the rule balances predicted time), the ledger, learned costs and lengths of
 answers (a new replica starts from its group's), the last scrape (if missing, `room` and `eviction` are 0), the time (if
@@ -391,9 +392,10 @@ def _with_regret(
 ) -> tuple[float, bool]:
     """Return the regret of a prefix, this request included, and whether a copy of the prefix is due.
 
-    The regret is the seconds that requests have lost because the candidate `other` lacks the prefix; a copy is due once
-    it equals the cost of computing the prefix there. `regret`: the regret before this request. `costs`: those of the
-    cheapest candidate, which holds `held` tokens of the prompt, and of `other`, the cheapest one that holds less.
+    The regret is the seconds that requests have lost because the candidate `other` lacks the prefix. A copy is due once
+    it equals the cost of computing the prefix there. `regret`: the regret before this request. `costs`: the costs of
+    the cheapest candidate, which holds `held` tokens of the prompt, and of `other`, the cheapest one that holds fewer.
+    `future`, `after`: as in `Cost`.
     """
     here, there = costs
     [copied] = map(sum, _of_all(demand, (other,), future, after, held))

@@ -150,7 +150,7 @@ class Clear(NamedTuple):
 class Observe(NamedTuple):
     """A change that sets whether a replica's blocks come from its events or from a model of its cache.
 
-    `observed`: they come from its events. If this is a switch, the map forgets all blocks of the replica.
+    `observed`: True for its events. If this is not the present source, the map forgets all blocks of the replica.
     """
 
     observed: bool

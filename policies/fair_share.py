@@ -1,8 +1,8 @@
 """The recent use of a model's replicas (a fleet) by each class of requests, and the order of classes that follows.
 
 The use of a class is its share of the prefill seconds, or of the token-seconds of cache, that all classes together were
-admitted to in the last _USED_SECONDS, whichever is larger (dominant resource fairness: Ghodsi et al., NSDI 2011). Its
-reserve is its `reserved_fraction` of both.
+admitted to in about the last 10 s (_USED_SECONDS), whichever is larger (dominant resource fairness: Ghodsi et al., NSDI
+2011). Its reserve is its `reserved_fraction` of both.
 
 Refused requests should be retried one after the other, at the pace at which requests are admitted. A full queue keeps
 predictions just above the limit. If each client retried when the prediction that refused its request falls below the

@@ -367,10 +367,9 @@ class Ledger:
         return reservation
 
     def _regrow(self) -> None:
-        """Adapt the growth of the weights of choices, which `Load.recent` sums up, to the number of replicas.
+        """Adapt to the number of replicas how much more each new choice of a replica weighs than the last.
 
-        Each new choice of a replica weighs more than the one before it by this factor, so that old choices count ever
-        less.
+        `Load.recent` sums up the weights of a replica's choices. As new choices weigh more, old ones count ever less.
         """
         self._growth = 1.0 + 1.0 / (_WINDOW * max(1, len(self._loads)))
 

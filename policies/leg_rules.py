@@ -4,7 +4,7 @@ The two replicas serve the request in two legs, in place of one replica for the 
 systems are compared with the gateway's own rule in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 `seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one replica.
-`pauses:N`  the same, but with another weight for pauses: streams of a replica pause while it computes a prompt. They
+`pauses:N`  the same, but with another weight for pauses: streams of a replica pause while it computes a prompt. Pauses
             count N times as much as in the choice of a replica for a whole request (0.05 in `least_time`). `seconds`
             counts them three times as much, like a second between the tokens of the request's own answer. The higher
             N, the more requests take two legs, and the longer long prompts wait (`docs/disaggregation.md`).

@@ -1,10 +1,10 @@
 """MaxNumSeqs: how many requests an engine runs at once (vLLM's `max_num_seqs`), learned because no metric reports it.
 
 A prompt waits in its engine for the current step, for free KV cache, for a transfer, or for a place among the requests
-that run. That places are the reason is inferred from several scrapes in a row, in all of which the same number of
-requests runs while others wait. The cache must not be nearly full then, and no fewer requests may run than the ledger
-counts as decoding (its count includes requests whose cache is being fetched). The number of places is raised again if
-more requests run than it allows, or if no request waits for long although all places are taken.
+that run. A lack of places is inferred from several scrapes in a row, in all of which the same number of requests
+runs while others wait. The cache must not be nearly full then, and no fewer requests may run than the ledger counts as
+decoding (its count includes requests whose cache is being fetched). The number of places is raised again if more
+requests run than it allows, or if no request waits for a while although all places are taken.
 """
 
 from __future__ import annotations

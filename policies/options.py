@@ -100,8 +100,8 @@ def admit(
     Two legs (prompt and answer on different replicas) are taken where they cost less than the request would cost on one
     replica without latency limits. Limits alone therefore never split a request, unless no single replica suits it. A
     class whose requests are always sent (`observe`) stays on one replica even then, because predictions for two legs
-    are less certain (Mooncake's conversations on four engines of both roles and four decoders, 8 requests a second: 80
-    % kept their limits with two legs, 89 % without).
+    are less certain. Measured with Mooncake's conversations at 8 requests a second, on four engines of both roles and
+    four decoders: 80 % of the requests kept their limits with two legs, 89 % without.
     """
     demand, candidates, unlimited = evaluation.demand, evaluation.candidates, evaluation
     estimates = router.estimates(evaluation)

@@ -110,7 +110,7 @@ def commit(
 
 
 def begin_transfer(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand, now: float) -> Move:
-    """Note that the prompt's KV cache which the decoder lacks is being sent to it; return its tokens and seconds.
+    """Note that the prompt's KV cache which the decoder lacks is being sent to it, and return this transfer.
 
     Call this right after what the decoder holds of this prompt was set on it (`Router.weighed`).
     """

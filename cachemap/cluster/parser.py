@@ -34,10 +34,10 @@ class Parser(_AsyncHiredisParser):
     """redis-py's hiredis parser, with a check that refuses impossible lengths before hiredis allocates memory for them.
 
     hiredis allocates all elements of an array when it reads the array's length, and visits all of them when it frees
-    the array: 4 s for a billion. The check counts the elements that were announced and have not arrived. Each element
-    that arrives has at least 3 bytes, so this number is at most the announced elements less a third of the bytes since.
-    Data that announces more elements than its bytes can hold is given to hiredis piece by piece. Bytes that look like
-    an announced length are one if hiredis has used up all bytes before them; otherwise they are a part of a string.
+    the array: 4 s for a billion. The check limits how many elements may be announced and not have arrived. Each element
+    that arrives has at least 3 bytes, so these are at most the announced elements less a third of the bytes since. Data
+    that announces more elements than its bytes can hold is given to hiredis piece by piece. Bytes that look like an
+    announced length are one if hiredis has used up all bytes before them; otherwise they are a part of a string.
     """
 
     _reader: Any

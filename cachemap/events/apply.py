@@ -220,7 +220,7 @@ class EventApplier:
     def forget(self) -> None:
         """Forget all blocks of the replica, here and in the map, and all pending changes.
 
-        What is kept is the knowledge which stores below the engine report no removals.
+        Only one thing is still remembered: which stores below the engine report no removals.
         """
         self._forget_own()
         self.let_go()

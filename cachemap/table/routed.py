@@ -149,8 +149,8 @@ class Routed:
         """Predict that a replica with several cache groups holds this prompt's blocks; return the prompt's number.
 
         `most`: how many of the prompt's blocks can be hits. `full`: how many leading blocks full attention is confirmed
-        to hold. In such an engine a later prompt's hit can end at two places: at the last block that can be a hit for
-        this prompt, and at the point where this prompt leaves what full attention already has, since vLLM stores there
+        to hold. In such an engine, a later prompt's hit can end at two places. One is the last block that can be a hit
+        for this prompt. The other is the last block that full attention had before this prompt, since vLLM stores there
         what the other groups lacked.
         """
         branch = max(full, *[one.sent(slot, hashes, now) for one in (self._new, self._old)])
@@ -168,9 +168,10 @@ class Routed:
             generation.take_back(slot, hashes, held, number)
 
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
-        """Return how many leading blocks of a prompt are predicted, for each replica with more than its confirmed ones.
+        """Return how many leading blocks of a prompt are predicted for each replica.
 
-        The result is by slot, the replica's index. `confirmed`: for each slot, the number of confirmed leading blocks.
+        The result is by slot (the replica's index), without replicas for which no more blocks are predicted than
+        confirmed. `confirmed`: for each slot, the number of confirmed leading blocks.
         """
         found: dict[int, int] = {}
         grouped = self._grouped

@@ -61,7 +61,7 @@ class Cost:
     def held(self, candidate: Candidate) -> tuple[int, int, float]:
         """Return how many of the prompt's tokens a candidate holds: in its first tier, and in slower tiers.
 
-        The third result is what the tokens in slower tiers count: a number of tokens if the cost has `shares`,
+        The third result is what the tokens in slower tiers count as: a number of tokens if the cost has `shares`,
         otherwise the seconds to fetch them.
         """
         lower, shares = candidate.lower, self.shares

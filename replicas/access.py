@@ -125,9 +125,9 @@ class Access:
 
     @property
     def problem(self) -> Problem | None:
-        """The problem that the engine's host name resolves to several machines, of which only one is used; or None.
+        """Return a problem if the host name resolves to other machines besides the one that is used, else None.
 
-        Only other addresses of the same family (IPv4 or IPv6) count, as one machine may have one of each.
+        Only other addresses of the same family (IPv4 or IPv6) count, as one machine may have one address of each.
         """
         is_v6 = ":" in self.address
         others = [one for one in self._addresses if one != self.address and (":" in one) is is_v6]
@@ -159,10 +159,10 @@ class _Pinned(AbstractResolver):
 def session_to(
     address: str, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] | None = None, **more: Any
 ) -> aiohttp.ClientSession:
-    """Return a session for requests to an engine, whose connections all go to `address`, whatever host a URL names.
+    """Return a session for requests to an engine; all its connections go to the IP address `address`.
 
-    It asks for uncompressed answers. `tls`: for https; None: the system's trusted certificates. `more`: further
-    arguments of `aiohttp.ClientSession`.
+    The host in a request's URL does not change where the request goes. The session asks for uncompressed answers.
+    `tls`: for https; None: the system's trusted certificates. `more`: further arguments of `aiohttp.ClientSession`.
     """
     # vLLM closes a connection that is idle for 5 s, so no connection is kept idle for longer than 4 s.
     pinned = Connector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)

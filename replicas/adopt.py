@@ -38,8 +38,8 @@ class Facts:
 
     `alive`: /health answers 200.
     `serving`: /v1/models lists a model, too.
-    `fault`: the kind of failure if one of these two is false: connect, timeout, closed, 5xx, own (an error of the
-    gateway itself) or refused (what answers is not an engine); `error` describes it.
+    `fault`: why a probe failed, "" if it did not: connect, timeout, closed (the connection broke), 5xx, own (an error
+    of the gateway itself) or refused (what answers is not an engine). `error` describes the failure.
     """
 
     dialect: EngineDialect = DEFAULT
@@ -67,7 +67,7 @@ class Facts:
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """The engine's own numbers of the data-parallel ranks behind the URL; () if it reports none."""
+        """The numbers by which the engine calls the data-parallel ranks behind the URL; () if it reports none."""
         told = self.scrape.engines if self.scrape else ()
         return max(told, tuple(sorted(self.sources or ())), key=len)
 
@@ -117,9 +117,9 @@ class Facts:
         return self.told.num_blocks or (self.scrape.num_blocks if self.scrape else None)
 
     def describe(self, replica: Replica) -> None:
-        """Copy to a replica what the engine reports about itself.
+        """Copy what the engine reports about itself into the fields of `replica`.
 
-        The replica keeps the former facts from a page that did not answer this time.
+        Fields whose page (/version or /metrics) could not be read in this probe keep their former values.
         """
         replica.models, replica.adapter_roots = self.models, self.adapter_roots
         replica.root, replica.max_model_len = self.root, self.max_model_len
@@ -138,9 +138,10 @@ class Facts:
 
 
 async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Facts:
-    """Read /health; the result has a `fault` if the status is not 200 or a gateway answered.
+    """Read /health, and return facts that have a `fault` unless an engine answered with status 200.
 
-    If the engine has no /health (404, 405), /v1/models is read in its place.
+    The answer of another gateway of this project is a fault, too. If the engine has no /health (404, 405), /v1/models
+    is read in its place.
     """
     answer, needs_key = await get(session, f"{url}/health", deadline), False
     if answer.status in (404, 405) and not answer.gateway:
@@ -195,9 +196,10 @@ async def probe(
 
 
 async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline: float) -> Problem | None:
-    """Read the engine ids that other engines need to fetch KV cache from this one, if its kind of transfer uses ids.
+    """Read the ids by which other engines fetch KV caches from this engine, if its `Transfer` uses such ids.
 
-    The ids go into `replica.engine_ids`. If they cannot be read, the known ones are kept and the problem is returned.
+    The ids are stored in `replica.engine_ids`. If they cannot be read, the known ones are kept and a problem is
+    returned.
     """
     transfer, url = replica.transfer, replica.ids_url
     if not isinstance(transfer, MeetingTransfer) or not url:
@@ -213,7 +215,11 @@ async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline:
 
 
 def read_models(facts: Facts, answer: Answer) -> None:
-    """Set the models and adapters in `facts` from an answer of /v1/models, or the fault or problem if it has none."""
+    """Set in `facts` the models and adapters that an answer of /v1/models lists.
+
+    If the request failed, `facts` get a fault. If the answer is no list of models, they get a problem, and the engine
+    counts as serving.
+    """
     listed = answer.json().get("data")
     if answer.status == 0 or answer.status >= 500:
         facts.fault = answer.fault or "5xx"

@@ -13,7 +13,7 @@ _STRUCTURE = bytes({*range(256)} - {*b",[{"})  # all bytes but comma, [ and {, w
 
 
 def count_values(text: bytes) -> int:
-    """Return how many commas and opening brackets a JSON text has: one more is an upper bound of its values."""
+    """Return the number of commas and opening brackets in a JSON text; it has at most one value more than that."""
     return len(text.translate(None, _STRUCTURE))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
-    """Return the number that an argument's text stands for. Raises ArgumentTypeError if there is none, or a wrong one.
+    """Return the number in an argument's text. Raises ArgumentTypeError if the text is no number, or an invalid one.
 
     `fits(value)`: returns whether the number is valid. `otherwise`: ends the message "X is ..." about an invalid one.
     """

@@ -85,7 +85,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
 async def read(body: bytes, reader: Callable[..., T], *arguments: Any) -> T:
     """Return `reader(*arguments)`, where `reader` parses an answer's `body`; a big body is parsed in a thread.
 
-    The event loop runs meanwhile only if the parser is written in Python.
+    The event loop runs meanwhile only if `reader` is written in Python: parsers written in C hold the interpreter lock.
     """
     return await asyncio.to_thread(reader, *arguments) if len(body) > BIG else reader(*arguments)
 

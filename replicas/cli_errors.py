@@ -1,6 +1,6 @@
 """Messages about a wrong command line, for every command of the project: each says what would be right.
 
-Some of argparse's own messages are worse: they list all choices without guessing the one that was meant, and do not
+They replace some messages of argparse, which lists all choices without guessing the one that was meant, and does not
 mention an unknown flag if another argument is missing.
 """
 
@@ -44,11 +44,11 @@ class PlainParser(argparse.ArgumentParser, ABC):
 
     @abstractmethod
     def refuse(self, why: str) -> NoReturn:
-        """End the program with this message: a sentence or two, without the program's name."""
+        """End the program with the message `why`: a sentence or two, without the program's name."""
 
 
 def in_words(message: str) -> str:
-    """Return argparse's error message; for an invalid choice, with the choice that was probably meant."""
+    """Return argparse's error message, reworded: for an invalid choice it says which choice was probably meant."""
     message = message.replace("argument -", "flag -", 1)
     if found := _CHOICE.search(message):
         return message[: found.start()] + none_of(found[1].strip("'"), [one.strip("'") for one in found[2].split(", ")])

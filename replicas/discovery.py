@@ -84,8 +84,9 @@ class Discovery:
     def _reconcile(self, removed: asyncio.Task[None] | None = None) -> None:
         """Remove replicas whose pod is gone or changed, and add missing ones.
 
-        A new pod may have the same replica id as one that is gone; its replica is added once the former one is removed
-        completely, when this method is called again. `removed`: the ended task of a removal that makes this call.
+        A new pod may have the same replica id as a former one. Its replica is added only when the former replica is
+        removed completely, since each finished removal calls this method again.
+        `removed`: the finished task of the removal that makes this call; None for other calls.
         """
         if removed is not None and removed.cancelled():
             return
@@ -105,10 +106,10 @@ class Discovery:
 
 
 def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """Return the replicas that these pods make, and complaints about pods that cannot be replicas.
+    """Return the replicas that these pods make, and messages about pods that cannot be replicas.
 
-    The first result has, by replica id, the replica's URL and its pod's uid. Of more than MOST_PODS pods, those that
-    were seen first are used.
+    The replicas are returned by id, each with its URL and its pod's uid. Only the first MOST_PODS of `pods` are used,
+    in the order given.
     """
     found: dict[str, tuple[str, str]] = {}
     complaints = set()

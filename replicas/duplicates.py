@@ -23,9 +23,10 @@ class Name(NamedTuple):
 
 
 def duplicate(one: Name, names: Iterable[Name]) -> tuple[Problem | None, list[str]]:
-    """Return the problem that other `names` lead to the same engine as `one` (None if none do), and their ids.
+    """Find other names of the engine that `one` names; return a problem (None if there are none), and their ids.
 
-    If some names certainly lead to the same engine, the ids are theirs; else those of the names that probably do.
+    `names`: all names, `one` included. The ids are those of names that certainly lead to the same engine; if there are
+    none, those of names that probably do.
     """
     others = [other for other in names if other.id != one.id]
     sure = [other for other in others if other.created is not None and other.created == one.created]

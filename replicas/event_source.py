@@ -16,7 +16,7 @@ class EventSource(NamedTuple):
     topic: str
 
     def at_rank(self, rank: int) -> "EventSource | None":
-        """Return the event source of data-parallel rank `rank`; this one has to be that of the first rank.
+        """Return the event source of data-parallel rank `rank`, where this source is that of rank 0.
 
         vLLM adds the rank's number to each port. The result is None if the endpoint has no port.
         """
@@ -27,7 +27,7 @@ class EventSource(NamedTuple):
         return None if endpoint is None else EventSource(endpoint, replay, self.topic)
 
     def at(self, host: str, address: str) -> "EventSource":
-        """Return this source with `host` replaced by its IP address wherever it stands in an endpoint."""
+        """Return this source with the IP address `address` in place of the host name `host` in its endpoints."""
 
         def moved(endpoint: str) -> str:
             where, _, port = endpoint.rpartition(":")
@@ -43,9 +43,10 @@ def _port_plus(endpoint: str, rank: int) -> str | None:
 
 
 def reported(endpoint: str, replay: Any, topic: Any, host: str) -> EventSource:
-    """Return the source that an engine reports, with `host` (as clients reach the engine) in place of wildcards.
+    """Return the event source that an engine reports, with `host` in place of wildcard addresses such as `*`.
 
-    `replay`, `topic`: ignored if they are no text. Raises ValueError if nobody can connect to an endpoint.
+    `host`: the engine's host as clients reach it. `replay`, `topic`: ignored if they are no text. Raises ValueError if
+    nobody can connect to an endpoint.
     """
 
     def reached(endpoint: str) -> str:

@@ -19,10 +19,13 @@ TRANSFERS: dict[str, Transfer] = {one.id: one for one in (NIXL, NIXL_UNCHECKED, 
 
 
 def recognize(answers: Mapping[str, Answer]) -> EngineDialect:
-    """Return the dialect, the kind, of an engine; `answers`: its answers to a full probe, by path."""
+    """Return the dialect of an engine, which says what kind of engine it is.
+
+    `answers`: the engine's answers to a full probe, by path.
+    """
     return next((one for one in DIALECTS if one.speaks(answers)), DEFAULT)
 
 
 def by_id(id: str) -> EngineDialect:
-    """Return the dialect, the kind of engine, with this id. Raises KeyError."""
+    """Return the dialect with this id, such as "sglang". Raises KeyError."""
     return {one.id: one for one in DIALECTS}[id]

@@ -20,16 +20,16 @@ ANY_PATH, ERROR = "", "error"
 
 
 class Sources(NamedTuple):
-    """Where an engine publishes KV events, by its own report, and the problems with that."""
+    """The addresses at which an engine says that it publishes KV events, and problems with them."""
 
     by_rank: dict[int, EventSource | None] | None  # by data-parallel rank; None: the report could not be read
     problems: dict[str, Problem]  # by subject: "events", "replay", "role"
 
 
 class Told(NamedTuple):
-    """The facts that a dialect reads in an engine's answers to a full probe; None where the engine does not report one.
+    """The facts that a dialect finds in an engine's answers to a full probe; None for a fact that is not reported.
 
-    They take precedence over the figures that `replicas.metrics` reads in /metrics.
+    These facts take precedence over those that `replicas.metrics` finds in the engine's /metrics.
     """
 
     version: str | None = None
@@ -49,7 +49,7 @@ class Told(NamedTuple):
 
 
 class EngineDialect(ABC):
-    """One kind of engine. An object has no state, so one object serves all replicas of the kind."""
+    """The description of one kind of engine. It has no state, so one object serves all replicas of the kind."""
 
     id: str  # its name in profiles (`engine: ...`) and between processes
     name: str  # its name in messages
@@ -107,13 +107,13 @@ class EngineDialect(ABC):
         """
 
     def has_random_hash_seed(self, version: str | None) -> bool:
-        """Return whether two processes of this version hash a block differently, unless they are given a seed."""
+        """Return whether processes of this version give equal blocks different keys, unless they are given a seed."""
         return False
 
     def launch_profile(self) -> type[LaunchProfile] | None:
         """Return the class of launch profiles, or None if the gateway cannot launch this kind of engine.
 
-        The class is imported only now, as adopting engines does not need it.
+        The class is imported when this is called, as a gateway that only adopts engines does not need it.
         """
         return None
 

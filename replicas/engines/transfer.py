@@ -28,7 +28,7 @@ _LATER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_l
 
 
 class Meeting(NamedTuple):
-    """Where a decoding engine finds the engine that computes its prompt at the same time."""
+    """The address and the id of the engine that computes a prompt while the decoding engine waits for its KV cache."""
 
     host: str
     port: int
@@ -57,7 +57,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def first_body(self, path: str, body: bytes) -> bytes | None:
-        """Return the first leg's body, the client's for one token and not streamed; None if it cannot have two legs."""
+        """Return the body of the first leg: the client's, changed to ask for one token and no stream.
+
+        Returns None if the request cannot be split into two legs. `path`: of the request. `body`: the client's body.
+        """
 
     def parameters(self, answer: bytes) -> bytes | None:
         """Return the part of the first leg's answer that the second leg needs, as members of a JSON object.
@@ -72,7 +75,7 @@ class Transfer(ABC):
         return ""
 
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        """Return the second leg's body: the client's, with the members that `parameters` returned."""
+        """Return the body of the second leg: the client's `body` with the `parameters` (JSON members) added."""
         return with_first(body, parameters)
 
 
@@ -86,8 +89,8 @@ class MeetingTransfer(Transfer):
     def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
         """Return the JSON members by which the engines find each other: those of the first leg, and of the second leg.
 
-        Each call makes a new id of the transfer, as that of a failed transfer must not be used again. `meeting`: where
-        the engine that computes the prompt is found.
+        Each call makes a new transfer id, as the id of a failed transfer must not be used again. `meeting`: the engine
+        that computes the prompt.
         """
 
     @abstractmethod
@@ -96,7 +99,10 @@ class MeetingTransfer(Transfer):
 
 
 def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Change a request in place so that it asks for one token and no stream; return it. `path`: of its API."""
+    """Change a request in place so that it asks for one token and no stream; return the request.
+
+    `path`: the request's path, which decides the names of its fields.
+    """
     limits = _LIMITS[path]
     for name in _LATER:
         request.pop(name, None)
@@ -110,8 +116,8 @@ def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:
 def one_sequence(body: bytes, field: str) -> dict[str, Any] | None:
     """Return the request in a body, or None if it cannot be split into two legs.
 
-    Several sequences cannot share one transfer. `field`: the transfer's own field; a request that has it is already a
-    leg made by another gateway.
+    A request for several sequences cannot be split, as they cannot share one transfer. `field`: the name of the
+    transfer's own field; a request that has this field is already a leg, made by another gateway.
     """
     request = json_object(body)
     if request is None or field in request or request.get("n") not in (None, 1):

@@ -60,10 +60,10 @@ class Sglang(EngineDialect):
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
-        """Return the differences that were seen with 0.5.23; they are assumed for all versions.
+        """Return how SGLang 0.5.23 prepares prompts differently from vLLM; this is assumed for all versions.
 
-        The gateway's prompts of chats were compared with the engine's. Prompts that SGLang builds by rules in its code,
-        without a template, were not.
+        The values come from comparing the gateway's chat prompts with the engine's. Prompts that SGLang builds by rules
+        in its code, without a template, were not compared.
         """
         return {
             "between_parts": " ",

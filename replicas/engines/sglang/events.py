@@ -42,7 +42,7 @@ def _text(packed: msgspec.Raw | None) -> str | None:
 
 
 def _together(events: list[Any]) -> list[Any]:
-    """Return the records of a batch; records of stored pages that directly follow each other are merged into one."""
+    """Return the records of a batch, with the records of consecutive stored pages merged into one."""
     found: list[Any] = []
     keys: list[Any] = []
     tokens: list[bytes] = []

@@ -80,7 +80,7 @@ class StoredMap(Stored, array_like=False, tag_field="type", tag="BlockStored"):
 
 
 class LongStored(Stored, array_like=True, tag="BlockStored"):
-    """A BlockStored event of more than MOST_PAIRS_BYTES."""
+    """A BlockStored event of more than 64 KiB (MOST_PAIRS_BYTES), in which tokens must be numbers, not pairs."""
 
     token_ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None  # type: ignore[assignment]
 
@@ -199,7 +199,7 @@ class Decoder:
     def _lookahead_tokens(self, raw: msgspec.Raw) -> list[list[int]]:
         """Return for each block the tokens after it that its key also covers; [] if keys cover no such tokens.
 
-        Raises one of `UNREADABLE`.
+        Raises an exception of `UNREADABLE` if `raw`, the packed field, is too long or has other types.
         """
         packed = bytes(raw)
         if len(packed) > MOST_LOOKAHEAD_BYTES:
@@ -212,9 +212,10 @@ class Decoder:
 
 
 def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
-    """Return for each block what its key covers besides tokens, such as images; None if no key covers anything else.
+    """Return for each block what its key covers besides tokens, such as images.
 
-    Raises one of `UNREADABLE`.
+    Returns None if the keys cover only tokens. Raises an exception of `UNREADABLE` if `raw`, the packed field, is too
+    long or has other types.
     """
     packed = bytes(raw)
     head = ARRAY_HEADS.get(packed[:1], 1)
@@ -253,7 +254,10 @@ def _adapter(event: Stored) -> str | None:
 
 
 def _tier(event: Stored | Removed) -> str:
-    """Return the tier (gpu, cpu, disk or remote) of the event's medium; "remote" if it is unknown, or elsewhere."""
+    """Return the tier (gpu, cpu, disk or remote) in which the event's blocks are cached.
+
+    The tier is "remote" if the event's medium is unknown, or if its locality is REMOTE.
+    """
     if getattr(event, "locality", None) == "REMOTE":
         return "remote"
     return TIERS.get((event.medium or "gpu").lower(), "remote")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 
 class PassesOn(BaseModel):
-    """A mapping with some keys that the gateway reads, and any other keys, which are passed on to vLLM."""
+    """A pydantic model whose declared fields the gateway reads; all other keys are passed on to vLLM unread."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -23,7 +23,7 @@ class PassesOn(BaseModel):
 
 
 class KvTransfer(PassesOn):
-    """The value of `--kv-transfer-config`."""
+    """The value of `--kv-transfer-config`: the connector that moves KV caches between engines or tiers."""
 
     kv_connector: str
     kv_role: str = "kv_both"
@@ -96,7 +96,7 @@ class Fields(Flags):
         return self
 
     def _ours(self) -> Iterator[str]:
-        """Yield a message for each flag that a profile may not give.
+        """Yield a message for each flag that a profile may not pass on to vLLM, because the gateway sets or reads it.
 
         vLLM accepts abbreviations of a flag, and `--flag.key` for one key of its value, so these are refused too.
         """
@@ -117,6 +117,9 @@ class Fields(Flags):
 
     @property
     def world(self) -> int:
-        """The number of GPUs of one engine; decode context parallelism uses the GPUs of tensor parallelism."""
+        """The number of GPUs of one engine.
+
+        Decode context parallelism adds none, as it uses the GPUs of tensor parallelism.
+        """
         per_rank = self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
         return per_rank * self.data_parallel_size

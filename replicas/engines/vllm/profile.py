@@ -103,11 +103,11 @@ class VllmProfile(Fields, LaunchProfile):
 
     @property
     def drops_block(self) -> bool | None:
-        """Whether the engines recompute the last block of a cache hit, as with speculators that need hidden states.
+        """Whether the engines recompute the last block of each cache hit, as some speculators require.
 
-        Methods such as deepseek_mtp, whose names end like one of these, count too. None if the profile names no method
-        of speculation: the files of the model or of its draft model, or flags that the gateway does not read, may still
-        give the engine a speculator.
+        Speculators that read the model's hidden states require it. The profile's method of speculative decoding is
+        compared by its end, so that deepseek_mtp counts as mtp. The result is None if the profile names no method: the
+        model's files, or flags that the gateway does not read, may still give the engine a speculator.
         """
         method = self._speculator.get("method")
         return str(method).endswith(WITH_HIDDEN_STATES) if method else None
@@ -155,9 +155,10 @@ class VllmProfile(Fields, LaunchProfile):
         return Command(argv + self.extra_args, self._side_channel(host, ports) | self.env)
 
     def _side_channel(self, host: str, ports: Ports) -> dict[str, str]:
-        """Return the environment variables of the connector's side channel, where other engines fetch caches.
+        """Return the environment variables for the port at which other engines ask for KV caches; {} without transfers.
 
-        With NIXL data-parallel rank r listens on the port `ports.side` + r; one Mooncake server serves all ranks.
+        With NIXL, data-parallel rank r listens on the port `ports.side` + r. With Mooncake, one server at `ports.side`
+        serves all ranks. PYTHONHASHSEED is set too, so that all engines hash blocks alike.
         """
         if not self.transfer:
             return {}
@@ -168,7 +169,7 @@ class VllmProfile(Fields, LaunchProfile):
         return side | {"PYTHONHASHSEED": "0"}
 
     def flags(self) -> list[str]:
-        """Return the flags on the command line that the profile's fields become."""
+        """Return the command-line flags for the profile's fields; fields that have vLLM's default give no flag."""
         read = {name: getattr(self, name) for name in Flags.model_fields} | {"kv_transfer_config": self._transfer()}
         defaults = {name: field.default for name, field in Flags.model_fields.items()}
         del defaults["enable_prefix_caching"]  # it is on the command line in any case
@@ -181,9 +182,9 @@ class VllmProfile(Fields, LaunchProfile):
     def _transfer(self) -> KvTransfer | dict[str, Any] | None:
         """Return the value of `--kv-transfer-config`.
 
-        If the engines publish KV events, the setting DESCRIBED is added for vLLM's own offloading connector: without
-        it, events about copies in host memory do not report all of a chunk's tokens. Versions that do not know the
-        setting ignore it. `--kv-offloading-size` makes vLLM add the connector's name to this value.
+        If the engines publish KV events, vLLM's own offloading connector gets the setting `self_describing_kv_events`:
+        without it, events about copies in host memory do not report all of a chunk's tokens. Versions that do not know
+        the setting ignore it. With `--kv-offloading-size`, vLLM adds the connector's name to this value itself.
         """
         given = self.kv_transfer_config
         if not self.publishes:
@@ -211,7 +212,7 @@ def _flag(flag: str, value: Any) -> list[str]:
 
 
 def find_executable(name: str) -> str:
-    """Return a command's path as the shell finds it, else next to this process's Python, else the name unchanged."""
+    """Return a command's path on PATH, else next to this process's Python; else return `name` unchanged."""
     name = os.path.expanduser(name)
     beside = Path(sys.executable).parent / name  # an absolute name stays as it is
     return shutil.which(name) or (str(beside) if beside.is_file() else name)

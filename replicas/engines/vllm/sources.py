@@ -11,10 +11,10 @@ PATH = "/kv_event_sources"
 
 
 def read(answer: Answer, host: str, remedies: Remedies) -> Sources:
-    """Return the KV event sources by data-parallel rank, and problems by subject.
+    """Return each data-parallel rank's KV event source, and problems, from an answer of /kv_event_sources.
 
-    The sources are None if `answer`, from /kv_event_sources, is a failure. `host`: the engine's host as clients reach
-    it.
+    If the answer is a failure, the result has no sources (`by_rank` is None). `host`: the engine's host as clients
+    reach it.
     """
     if answer.status == 0 or answer.status >= 500:
         why = f"{PATH} cannot be read ({answer.error or f'answers {answer.status}'})"
@@ -40,7 +40,7 @@ def read(answer: Answer, host: str, remedies: Remedies) -> Sources:
 
 
 def _source(config: dict[str, Any], host: str, remedies: Remedies) -> tuple[EventSource | None, Problem | None]:
-    """Return the source for one publisher's settings, or the problem with them."""
+    """Return (source, None) for the settings of one publisher of KV events, or (None, problem) if it cannot be used."""
     endpoint = config.get("endpoint")
     if config.get("enable_kv_cache_events") is False or config.get("publisher") == "null":
         return None, Problem(EVENTS_OFF, remedies.events)

@@ -142,7 +142,7 @@ def pull_from_peer(body: bytes, peer: str, id: str) -> bytes | None:
 
 
 def _reached_its_limit(told: dict[str, Any]) -> bool:
-    """Return whether an answer of one token, in any API's format, says that it ended at its token limit."""
+    """Return whether an answer says that it ended at its token limit; `told`: a whole answer of any API, as JSON."""
     choices = told.get("choices")
     if isinstance(choices, list):
         return len(choices) == 1 and isinstance(choices[0], dict) and choices[0].get("finish_reason") == "length"

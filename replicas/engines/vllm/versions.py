@@ -1,7 +1,7 @@
 """The differences in how versions of vLLM treat the same request.
 
-Read in the sources of versions OLDEST to NEWEST; the prompts of 0.28 and 0.32 were compared token for token
-(tests/vllm/test_tokens.py). The releases of transformers are those that each version's package requires.
+Read in the sources of versions 0.28 (OLDEST) to 0.33 (NEWEST). The prompts of 0.28 and 0.32 were compared token for
+token (tests/vllm/test_tokens.py). The releases of transformers are those that each version's package requires.
 """
 
 import re
@@ -13,10 +13,10 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 
 
 def _number(version: str | None) -> tuple[int, int] | None:
-    """Return the major and minor number of a version, as /version gives it, or None if it does not tell them.
+    """Return the major and minor number of a version, as /version gives it, or None if the text has no such numbers.
 
-    A vLLM built from a source tree calls itself 0.1 or less. The result is None for it too, and it counts as newer than
-    NEWEST.
+    The result is None also for a vLLM built from a source tree, which calls itself 0.1 or less. Callers treat it as
+    newer than every known version.
     """
     match = _NUMBER.match(version or "")
     number = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -24,10 +24,10 @@ def _number(version: str | None) -> tuple[int, int] | None:
 
 
 def version_quirks(version: str | None) -> dict[str, Any]:
-    """Return how a version of vLLM, as /version gives it, prepares prompts: fields of `VersionQuirks`.
+    """Return how a version of vLLM prepares prompts: a dict of fields of `gateway.prompt.quirks.VersionQuirks`.
 
-    Versions outside OLDEST to NEWEST may accept requests that the known versions refuse, so the gateway leaves it to
-    the engine to refuse them.
+    `version`: as /version gives it. For versions outside OLDEST to NEWEST, whose sources were not read, the gateway
+    does not refuse requests itself, since such an engine may accept them.
     """
     number = _number(version)
     if number is None:
@@ -63,22 +63,24 @@ def has_random_hash_seed(version: str | None) -> bool:
 
 
 def is_known(version: str | None) -> bool:
-    """Return whether this version of vLLM is OLDEST or newer; False for a version that is not known.
+    """Return whether this version of vLLM is OLDEST (0.28) or newer; False if no version is reported.
 
-    Versions from OLDEST on accept requests with a priority, even if they do not schedule by priority, and their
-    /metrics has the series of a KV connector from the start. (By older sources, engine V0 refuses a priority unless it
-    schedules by it, and early V1 always.) An engine without a known version may only use vLLM's names.
+    Such versions accept requests with a priority, even if they do not schedule by it, and their /metrics has the series
+    of a KV connector from the start. Older versions may refuse a priority: by their sources, engine V0 unless it
+    schedules by priority, and early V1 always. An engine without a version may be another one that only uses vLLM's
+    names.
     """
     return _NUMBER.match(version or "") is not None and (_number(version) or NEWEST) >= OLDEST
 
 
 def finds_all(version: str | None) -> bool:
-    """Return whether prefix cache lookups in this version find two kinds of hits that older versions miss.
+    """Return whether prefix cache lookups in this version of vLLM (0.32 or newer) find hits that older ones miss.
 
-    With decode context parallelism, blocks of Mamba layers are smaller than those of full attention. There 0.32 finds
-    hits that end within a block of full attention; 0.28 finds only whole blocks. And in an engine with several cache
-    groups (kinds of layers) 0.32 looks up the block that ends with the prompt, too. By the sources, 0.28 to 0.31 stop
-    one token before the prompt's end, which matters for engines that drop (recompute) the last block of each hit.
+    First, with decode context parallelism, blocks of Mamba layers are smaller than those of full attention. Then 0.32
+    finds hits that end within a block of full attention, where 0.28 finds only whole blocks.
+    Second, in an engine with several cache groups (kinds of layers), 0.32 also looks up the block that ends with the
+    prompt. By their sources, 0.28 to 0.31 stop one token before the prompt's end. This matters for engines that
+    recompute the last block of each hit.
     """
     return (_number(version) or NEWEST) >= (0, 32)
 

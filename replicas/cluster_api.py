@@ -54,8 +54,8 @@ class Pods:
     async def follow(self) -> None:
         """Call `changed` with all pods now, and soon after each change.
 
-        Returns when the API no longer knows the resource version from which it was to report changes; call this again
-        then. Raises PodsError if the API fails; the pods reported last stay valid until it answers again.
+        Returns when the API no longer has the changes since the last known state of the list; then call this again.
+        Raises PodsError if the API fails; the pods reported last stay valid until it answers again.
         """
         try:
             async with self._session() as session:

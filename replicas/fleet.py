@@ -80,10 +80,11 @@ class Fleet:
 
         `inflight(id)`: returns the number of the gateway's open requests to a replica.
         `waited(id)`: returns for how many seconds the oldest unanswered prompt has been at a replica.
-        `hear(id)`: calls `succeeded` for requests that the replica answered and that were not reported yet.
+        `hear(id)`: the fleet calls this before it judges a replica. It has to call `succeeded` for requests that the
+        replica has answered and that were not counted yet.
         `holds(engine)`: returns whether requests are on open connections to an engine.
         `interval`: between probes. `drain_timeout`: how long a drained replica may take to finish its requests.
-        `limits`: of the rules for health. `model`: the name that adopted engines have to serve.
+        `limits`: the thresholds of the health rules. `model`: the name that adopted engines have to serve.
         `authorities`: a PEM file of trusted certificates for https, in place of the system's.
         `engine_key`: the API key for adopted engines. `pulse`: records when this process was stalled.
         """
@@ -116,10 +117,10 @@ class Fleet:
             self.tell(engine.lead, Event.STOPPED, why)
 
     def add(self, url: str) -> Replica:
-        """Adopt an engine, which need not run yet, and return the replica of its first rank.
+        """Adopt the engine at `url`, which need not run yet, and return the replica of its first rank.
 
-        An engine that the fleet has already is resumed if it was stopped. Raises ValueError for an unusable URL.
-        `url`: of the engine; a fragment may give settings, as in `http://HOST:PORT#role=prefill`.
+        An engine that the fleet has already is resumed if it was stopped. The URL's fragment may give settings, as in
+        `http://HOST:PORT#role=prefill`. Raises ValueError for an unusable URL.
         """
         address = parse_url(url)
         if known := self.engines.get(address.id):
@@ -210,7 +211,7 @@ class Fleet:
         engine.start()
 
     def duplicate(self, lead: Replica, created: float | None) -> Problem | None:
-        """Return the problem that the operator gave one engine under several names, or None.
+        """Return a problem if other names in the fleet lead to the same engine as this one, else None.
 
         `lead`: the replica that stands for the engine. `created`: unix time at which one of the engine's counters was
         created, from /metrics: it identifies the process.
@@ -245,10 +246,10 @@ class Fleet:
             self._engine(id).unconfirmed(self.pulse.clock())
 
     def _compare(self, engine: Watch, now: float) -> None:
-        """Compare the engine's recent failures with those of other ready engines of the same model.
+        """Compare the engine's share of failed requests with that of the other ready engines of the same model.
 
-        If its share of failures is far higher, the engine is DEGRADED for some seconds. Without another engine nothing
-        happens, as requests could go nowhere else.
+        If its share is far higher, the engine is DEGRADED for some seconds. Nothing happens if there is no other
+        engine, as requests could go nowhere else.
         """
         models = engine.lead.models.keys()
         ready = [one for one in self.engines.values() if one is not engine and one.lead.state is State.READY]
@@ -258,11 +259,17 @@ class Fleet:
             engine.judge(now)
 
     async def prove(self, id: str) -> bool:
-        """Make a full probe of a replica's engine now; return whether it answered, after all callbacks have run."""
+        """Make a full probe of a replica's engine now; return whether the engine answered.
+
+        When this returns, all callbacks about the probe have run.
+        """
         return id in self.replicas and await self._engine(id).prove()
 
     async def ask_models(self) -> None:
-        """Read the list of models from every ready engine now; return after all callbacks about changes have run."""
+        """Read the list of models from every ready engine now.
+
+        When this returns, all callbacks about changes have run.
+        """
         await asyncio.gather(*(one.ask_models() for one in self.engines.values() if one.lead.state is State.READY))
 
     async def ask_engine(
@@ -368,7 +375,7 @@ class Fleet:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Call `on_changed` once at the end of a `with` block for all changes in it, such as those of 128 ranks."""
+        """Call `on_changed` once at the end of the `with` block, however many replicas changed in the block."""
         self._changing += 1
         try:
             yield
@@ -379,7 +386,10 @@ class Fleet:
                 self._try(self.on_changed)
 
     def looked(self, engine: Watch) -> None:
-        """Update the replicas of an engine's ranks after a probe; add or remove some if the number of ranks changed."""
+        """Update the replicas of an engine's data-parallel ranks after a probe.
+
+        Replicas are added or removed if the number of ranks changed.
+        """
         before = engine.replicas
         with self._together():
             if len(engine.sources) != len(before):
@@ -398,7 +408,10 @@ class Fleet:
             engine.follow()
 
     def _catch_up(self, replica: Replica, lead: Replica) -> None:
-        """Bring a rank's replica, newly created or resumed, to the state of its engine."""
+        """Bring the replica of a rank that was just added or resumed to the state of its engine.
+
+        `lead`: the replica that stands for the whole engine.
+        """
         if replica is lead:
             return self._call_back(replica, replica.state)
         for event in MISSED.get(lead.state, ()):
@@ -433,7 +446,7 @@ class Fleet:
             engine.nudge()
 
     def _apply(self, replica: Replica, event: Event, reason: str) -> None:
-        """Apply an event to a replica and report its change of state; no other code changes states."""
+        """Apply an event to one replica, and report it if its state changed. All changes of state are made here."""
         before = replica.apply(event, reason, monotonic())
         if before is None:
             return

@@ -42,7 +42,7 @@ FAILED_AT_FIRST, FAILED_AGAIN, FAILED_SHARE, TIMES_SIBLINGS = 5, 1, 0.2, 3.0
 
 
 class Verdict(Enum):
-    """The result of the rules of this module for one engine."""
+    """What the rules of this module say about an engine. The module's docstring says which rule gives which verdict."""
 
     GOOD = "good"
     TROUBLE = "trouble"
@@ -57,9 +57,10 @@ class Opinion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits in the rules of this module.
+    """The thresholds of this module's health rules.
 
-    `fall`, `rise`: results in a row that count as bad or good. `lost_after`: seconds without any answer.
+    `fall`: failures in a row from which the engine counts as bad. `rise`: successful probes in a row from which it
+    counts as good again. `lost_after`: seconds without any answer after which it counts as hung.
     """
 
     fall: int = 3
@@ -68,7 +69,7 @@ class Limits:
 
 
 class Recent:
-    """Counts of answered and failed requests in the present period of WINDOW seconds and the one before."""
+    """Counts of answered and failed requests in the current window of WINDOW (10) seconds and the one before."""
 
     __slots__ = ("_answered", "_failed", "_until")
 
@@ -88,7 +89,7 @@ class Recent:
         self._failed[0] += failed
 
     def totals(self, now: float) -> tuple[int, int]:
-        """Return how many requests of the last 10 to 20 s were answered and how many failed."""
+        """Return the numbers of answered and of failed requests in the last 10 to 20 s."""
         if now >= self._until:
             self._turn(now)
         return sum(self._answered), sum(self._failed)
@@ -97,7 +98,7 @@ class Recent:
 class Health:
     """The health of one process of one engine, by the rules of this module.
 
-    Make a new object when another process answers.
+    When another process of the engine answers, a new object is needed.
     """
 
     def __init__(self, limits: Limits = Limits()):
@@ -145,9 +146,9 @@ class Health:
             self._trouble = True
 
     def unconfirmed(self) -> None:
-        """Count an answer that was an error, where either the engine or the request may be at fault.
+        """Count an error answer for which the engine or the request may be at fault.
 
-        Call `failed` too once it is known that the engine is at fault.
+        If the engine turns out to be at fault, call `failed` too.
         """
         self._unconfirmed += 1
 
@@ -164,8 +165,8 @@ class Health:
     def asked(self, now: float, fails: bool | None, computes: bool = False) -> None:
         """Count the outcome of a test request that the watcher sent (rule 6).
 
-        `fails`: whether the answer was an error; None if there was no answer, which says nothing about a busy engine.
-        `computes`: the engine has work and makes progress.
+        `fails`: whether the answer was an error. None means that no answer came, which shows nothing, as a busy engine
+        may answer late. `computes`: the engine has work and makes progress.
         """
         self._asked_at, was_leaving = now, self._fails_newcomers
         if computes:

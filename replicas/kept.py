@@ -22,7 +22,7 @@ class KeptReplicas:
 
     @property
     def new(self) -> Path:
-        """The path of the file that is written and then renamed to `path`; no folder may be there."""
+        """The path of the temporary file that is written and then renamed to `path`; it must not be a folder."""
         return self.path.with_name(self.path.name + ".new")
 
     def urls(self) -> tuple[str, ...]:
@@ -36,9 +36,10 @@ class KeptReplicas:
         return tuple(found.values())
 
     def add(self, url: str) -> str | None:
-        """Add a URL, unless the file has one for the same replica id; return the one it has, else None.
+        """Add a URL, unless the file has a URL for the same replica id already.
 
-        Raises ValueError if `url` is no replica's URL.
+        Returns the URL that the file had for this id, or None if it had none. Raises ValueError if `url` is no
+        replica's URL.
         """
         id, lines = parse_url(url).id, self._lines()
         had = next((line for line in lines if _id(line) == id), None)

@@ -44,7 +44,7 @@ class Scrape(NamedTuple):
 
     @property
     def counters(self) -> tuple[float | None, ...]:
-        """The values of which some change with every step of an engine that has work."""
+        """The values that show progress: while an engine has work, each of its steps changes at least one of them."""
         counters: tuple[float | None, ...] = _COUNTERS(self)
         return counters
 
@@ -135,7 +135,10 @@ def _rank(labels: bytes, label: bytes) -> int | None:
 
 
 def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, dict[str, bytes]]]:
-    """Return (data-parallel rank, labels by field of `CACHE`) of each cache configuration with a block size."""
+    """Return (data-parallel rank, labels) of each cache configuration on the page that has a block size.
+
+    The labels are given by the field names in `CACHE`, not by the engine's own names.
+    """
     found = []
     for labels, _ in _lines(page, names.cache_config):
         told = dict(_LABEL.findall(labels))
@@ -186,12 +189,14 @@ def _scrape(
     configs: Sequence[tuple[int | None, dict[str, bytes]]],
     share: int | None = None,
 ) -> Scrape:
-    """Return the figures of one rank, or of all ranks combined, from samples by field.
+    """Return the figures of one rank, or of all ranks combined.
 
-    `blank`: the fields that do not depend on the rank. `configs`: the cache configuration, if there is one.
-    `share`: for one rank, the number of its blocks; used if the configuration lacks the size of the rank's cache in
-    tokens. The label with the number of blocks does not serve, as it may count several ranks: vLLM (0.28, 0.32) adds
-    the blocks up as ranks report, so with two ranks of 256 blocks the labels say 256 and 512, or 512 for both.
+    `blank`: a Scrape with the fields that do not depend on the rank. `samples`: the values by field. `configs`: the
+    cache configuration, if there is one. `share`: for one rank, how many of the engine's blocks it has; None: all ranks
+    are combined.
+    `share` is used only if the configuration lacks the size of the rank's cache in tokens. The label with the number of
+    blocks cannot be used for one rank, as it may count several ranks: vLLM (0.28, 0.32) adds the blocks up as ranks
+    report, so with two ranks of 256 blocks the labels say 256 and 512, or 512 for both.
     """
     told = {field: COMBINED[field](values) for field, values in samples.items() if values}
     usage = told.pop("kv_usage", None)
@@ -219,10 +224,10 @@ def _number(digits: bytes) -> int:
 
 
 def missing(page: bytes, names: MetricNames) -> list[str]:
-    """Return the current names of the needed series that a /metrics page lacks under their current and older names.
+    """Return the needed series that a /metrics page lacks, each by its current name.
 
-    A series that has a description but no sample counts as present: with several API servers a gauge has no sample
-    before the first request.
+    A series is present if the page has it under its current or an older name. A description without a sample is enough:
+    with several API servers a gauge has no sample before the first request.
     """
     wanted = [getattr(names, field) for field in COMBINED if field not in MOVING]
     return [known[0].decode() for known in wanted if not any(name in page for name in known)]

@@ -34,7 +34,7 @@ class Traits(NamedTuple):
     unable: frozenset[str] = frozenset()  # ids of the transfers for which it has no connector
 
     def known(self, other: Traits) -> Traits:
-        """Return these traits, with the unknown ones (None) taken from `other`."""
+        """Return these traits, with values from `other` for those that are unknown (None) here."""
         return self._replace(**{name: value for name, value in other._asdict().items() if getattr(self, name) is None})
 
 
@@ -66,7 +66,7 @@ def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[st
 
 
 class Paired(Protocol):
-    """A replica, or an object that stands for one, such as a backend of the gateway."""
+    """An object with the id and the traits of a replica: a replica itself, or a backend of the gateway."""
 
     @property
     def id(self) -> str: ...
@@ -78,9 +78,10 @@ T = TypeVar("T", bound=Paired)
 
 
 def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Any]) -> tuple[list[T], list[T]]:
-    """Return the replicas that may prefill, and those that may decode, where `transfer` moves caches between them.
+    """Return the replicas that may prefill, and those that may decode, if `transfer` moves the KV caches.
 
-    `replica_of`: returns an object with the `role` and the `rank` of one of `ones`.
+    `ones`: the replicas, or objects that stand for them. `replica_of`: returns for one of them an object with its
+    `role` and `rank`.
     """
     known = [(one, replica_of(one)) for one in ones]
     prefillers = [(one, replica) for one, replica in known if replica.role in PREFILLERS]
@@ -99,10 +100,11 @@ class Complaint(NamedTuple, Generic[T]):
 
 
 def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[tuple[list[T], list[T]]]:
-    """Return groups of prefillers and decoders; in a group every decoder can fetch KV caches from every prefiller.
+    """Divide replicas into groups in which every decoder can fetch KV caches from every prefiller.
 
-    Prefillers compute prompts, decoders write answers. Each decoder is in one group, with all prefillers that it can
-    fetch from. Decoders that can fetch from none are in a group without prefillers.
+    Each group is a list of prefillers and a list of decoders. Each decoder is in one group, with all prefillers that it
+    can fetch from. A prefiller may be in several groups. Decoders that can fetch from none are in a group without
+    prefillers.
     """
     computing, among = _by_traits(prefillers), dict[Traits, tuple[Traits, ...]]()
     found: dict[tuple[Traits, ...], list[T]] = {}
@@ -119,8 +121,8 @@ def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -
 def complaints(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[Complaint[T]]:
     """Return why some decoders cannot fetch the KV caches that some prefillers computed.
 
-    Replicas with equal traits are taken together, so that each set of equal prefillers and each set of equal decoders
-    have at most one complaint.
+    Replicas with equal traits are treated as one, so there is at most one complaint for each pair of a set of equal
+    prefillers and a set of equal decoders.
     """
     found, writing = [], _by_traits(decoders)
     for traits, some in _by_traits(prefillers).items():
@@ -141,9 +143,10 @@ def _by_traits(replicas: Iterable[T]) -> dict[Traits, list[T]]:
 
 
 def _whose(prefillers: Sequence[Paired], decoders: Sequence[Paired]) -> str:
-    """Return a clause that says which decoders cannot fetch from which prefillers.
+    """Return a clause for a message, such as "B cannot fetch what A computes", with the replicas' ids.
 
-    A replica that is both is named on one side only if possible, as it need not fetch from itself.
+    A replica in both lists is named on one side only if other replicas remain on the other side, as it need not fetch
+    from itself.
     """
     computing = [one for one in prefillers if one not in decoders] or prefillers
     fetching = [one for one in decoders if one not in computing] or decoders

@@ -1,4 +1,4 @@
-"""The settings that make Kubernetes pods replicas: which pods, at which URLs, and which labels give settings."""
+"""The settings of replica discovery in Kubernetes: which pods are replicas, and how to find their URLs and settings."""
 
 import os
 from collections.abc import Mapping
@@ -48,9 +48,9 @@ class Discover(Table):
     api: str | None = Field(None, pattern="^https?://[^/]+$")  # None: the API of the cluster that the gateway runs in
 
     def url_of(self, ip: str, labels: Mapping[str, str]) -> str:
-        """Return a pod's replica URL, with the settings from its labels. Raises ValueError for an invalid setting.
+        """Return the replica URL of a pod, with the settings that its labels give in the URL's fragment.
 
-        `ip`: the pod's IP address; `labels`: all its labels.
+        `ip`: the pod's IP address; `labels`: all its labels. Raises ValueError for an invalid setting.
         """
         address = parse_url(self.url.replace("{ip}", bracketed(ip)))
         said = {name: labels[label] for name, label in self.labels.items() if labels.get(label)}
@@ -66,7 +66,7 @@ class Discover(Table):
 
 
 class Place(NamedTuple):
-    """The Kubernetes API's URL, the namespace to read, and the folder of the credentials."""
+    """How the Kubernetes API is reached: its URL, the namespace to read, and the folder of the credentials."""
 
     api: str
     namespace: str
@@ -74,7 +74,10 @@ class Place(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The authorization header, {} without TLS; the token is read each time, as the cluster replaces it hourly."""
+        """The authorization header; {} without TLS, or without a token file.
+
+        The token is read from its file each time, as the cluster replaces it hourly.
+        """
         file = self.account / "token"
         return {"Authorization": f"Bearer {file.read_text().strip()}"} if self._has(file) else {}
 

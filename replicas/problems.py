@@ -16,13 +16,13 @@ class Problem(NamedTuple):
 def unfit(
     given: int | None, told: int | None, whole: int | None, page_size: int | None, has_events: bool
 ) -> Problem | None:
-    """Return the problem that the block size from the operator does not fit the engine, or None if it fits.
+    """Return a problem if the block size that the operator set does not fit the engine, else None.
 
-    `given`: the operator's block size. `told`: the one that the engine reports; with decode context parallelism (GPUs
-    that share each block) vLLM before 0.32 reports one GPU's share of a block. `whole`: the size of whole blocks, None
-    until the engine's events or metrics show it; until then a multiple of `told` is accepted if the engine publishes
-    events (`has_events`). `page_size`: the smallest part of a block that the engine can find in its cache. All in
-    tokens.
+    All sizes are in tokens. `given`: the operator's block size. `told`: the block size that the engine reports. With
+    decode context parallelism (GPUs that share each block) vLLM before 0.32 reports only one GPU's share of a block.
+    `whole`: the size of whole blocks, or None until the engine's events or metrics show it. Until then a multiple of
+    `told` is accepted if the engine publishes events (`has_events`).
+    `page_size`: the size of the smallest part of a block that the engine can find in its cache.
     """
     if not whole and has_events and given and told and given % told == 0:
         return None
@@ -30,10 +30,10 @@ def unfit(
 
 
 def block_size_set(given: int | None, told: int | None, page_size: int | None = None) -> Problem | None:
-    """Return the problem that the operator gave a block size other than the engine's, or None.
+    """Return a problem if the operator set another block size than the engine has, else None.
 
-    `given`: the operator's; `told`: the engine's; `page_size`: the size of the smallest part of a block that the engine
-    can find, of which any multiple is valid. All in tokens.
+    All sizes are in tokens. `given`: the operator's block size; `told`: the engine's. `page_size`: the size of the
+    smallest part of a block that the engine can find in its cache; any multiple of it is valid.
     """
     if not given or not told or given == told or (page_size and given % page_size == 0):
         return None

@@ -38,7 +38,7 @@ class _Rank:
 
 
 class Progress:
-    """The progress of one process of one engine; make a new object when another process answers."""
+    """The progress of one process of one engine. When another process answers, a new object is needed."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
@@ -64,7 +64,7 @@ class Progress:
                 rank.since = max(now if rank.since is None else rank.since, now - waited) if known else None
 
     def answered(self) -> None:
-        """Forget how long the counters have not changed, since the engine was seen to compute."""
+        """Restart the count of seconds without progress, since the engine was seen to compute."""
         self._ranks = []
 
     def still(self, now: float) -> float:
@@ -79,9 +79,9 @@ class Progress:
 
 
 async def computes(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> bool:
-    """Return whether the engine computes two tokens, or at least gives an answer that no failing engine gives.
+    """Return whether the engine answers a request for two tokens with a status that no failing engine gives.
 
-    `deadline`: seconds.
+    `deadline`: seconds until the answer has to be there.
     """
     return await asked(session, url, model, deadline) not in (0, *ILL, 503)
 

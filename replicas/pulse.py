@@ -96,6 +96,6 @@ class Pulse:
         return since >= self.ended
 
     def fresh(self, now: float) -> bool:
-        """Return whether a stall ended just now that was long enough to break connections."""
+        """Return whether a long stall ended just now, which may have broken connections (2 s or longer)."""
         self.look(now)
         return now < self._fresh_until

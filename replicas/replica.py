@@ -22,10 +22,7 @@ from replicas.roles import BOTH, PREFILLERS, ROLES
 
 
 class Address(NamedTuple):
-    """The parts of a replica's URL.
-
-    The fields after `port` come from the URL's fragment (the text after #), if it has one.
-    """
+    """The parts of a replica's URL; the fields after `port` are in the URL's fragment (the text after #)."""
 
     id: str  # host:port
     url: str  # without the fragment
@@ -152,7 +149,10 @@ class Replica:
 
     @property
     def meeting(self) -> Meeting | None:
-        """The address at which another engine fetches a KV cache while this engine computes it, or None."""
+        """Where another engine finds this one to fetch a KV cache that is still being computed.
+
+        None unless this replica's transfer sends both legs at once (`MeetingTransfer`) and the engine's id is known.
+        """
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer):
             return None
@@ -161,7 +161,10 @@ class Replica:
 
     @property
     def ids_url(self) -> str:
-        """The URL that reports the ids by which other engines fetch KV caches from its ranks; "" if it needs no ids."""
+        """The URL that reports the ids by which other engines fetch KV caches from this engine.
+
+        "" if the replica does not compute prompts for others, or if its transfer needs no ids.
+        """
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer) or self.role not in PREFILLERS:
             return ""
@@ -169,9 +172,9 @@ class Replica:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the process that was probed last may still exist.
+        """Whether the engine's process that was probed last may still exist.
 
-        False once the connection to this process that was kept (`proof`) has closed; True if none was kept.
+        It is False if the connection to that process that was kept open (`proof`) is closed, and True if none was kept.
         """
         return self.proof is None or not self.proof.is_closing()
 
@@ -181,26 +184,35 @@ class Replica:
 
     @property
     def ends(self) -> bool:
-        """Whether its engine is shutting down or has shut down, so that a broken request is not the request's fault."""
+        """Whether the engine is shutting down, or has shut down: requests that break then are not at fault."""
         return self.state is State.LEAVING or self.left
 
     @property
     def rank_paths(self) -> tuple[str, ...] | None:
-        """The paths at which requests can be sent to this data-parallel rank; None: all, if the engine has one rank."""
+        """The paths at which a request can be sent to this data-parallel rank.
+
+        None if the engine has one rank, which takes requests at all paths.
+        """
         return None if self.rank is None else self.dialect.rank_paths
 
     def takes_rank(self, path: str) -> bool:
-        """Return whether a request posted to `path` can be directed to this rank; True if the engine has one rank."""
+        """Return whether a request posted to `path` can be sent to this data-parallel rank.
+
+        At other paths the engine chooses the rank. The result is True if the engine has one rank.
+        """
         return self.rank is None or path in self.dialect.rank_paths
 
     @property
     def version_quirks(self) -> dict[str, Any]:
-        """The differences in how this version of the engine prepares prompts, compared with the newest version."""
+        """How this version of the engine prepares prompts differently from the newest version.
+
+        The keys are fields of `gateway.prompt.quirks.VersionQuirks`.
+        """
         return self.dialect.version_quirks(self.version)
 
     @property
     def engine(self) -> str:
-        """The id of its engine, "host:port": the replica's id without the suffix that numbers a data-parallel rank."""
+        """The engine's id, "host:port": this replica's id without the number of its data-parallel rank."""
         return self.id if self.rank is None else self.id.removesuffix(f"-dp{self.rank}")
 
     @classmethod
@@ -230,11 +242,12 @@ class Replica:
         self.incarnation = incarnation
 
     def store_as(self, size: int, ahead: int, parts: int) -> bool:
-        """Set the block format that the engine's KV events show; return whether it has changed.
+        """Set the size of blocks, as the engine's KV events show it; return whether the block format has changed.
 
-        `size`: tokens in a block; if it is the engine's page size, the former size is kept. `ahead`: how many tokens
-        after a block are hashed with it. `parts`: tokens in a Mamba block if Mamba blocks are smaller than
-        full-attention blocks, so that a cache hit may end within one of these; else 0.
+        `size`: tokens in a block. If it is the engine's page size (of parts of blocks), the former size is kept.
+        `ahead`: how many tokens after a block are hashed with it.
+        `parts`: tokens in a Mamba block, if Mamba blocks are smaller than full-attention blocks, else 0. This is the
+        block size then, if the engine finds hits that end within a full-attention block.
         """
         before = self.stored_size, self.looks_ahead
         size = parts if parts and self.finds_parts else size
@@ -256,9 +269,10 @@ class Replica:
         self.scrape = scrape
 
     def follow(self, engine: Replica, events: EventSource | None) -> None:
-        """Copy to this rank the facts of the whole engine, and the rank's own part of the engine's metrics.
+        """Copy the facts of the whole engine to this replica, which is one of its data-parallel ranks.
 
-        `events`: where this rank publishes KV events.
+        From the engine's metrics it gets the figures of its own rank. `engine`: the replica that stands for the whole
+        engine. `events`: where this rank publishes KV events.
         """
         self.become(engine.incarnation)
         for name in SHARED:

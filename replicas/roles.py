@@ -13,7 +13,10 @@ PREFILLERS, DECODERS = (PREFILL, BOTH), (DECODE, BOTH)
 
 
 def lacks(roles: set[str]) -> str:
-    """Return a message if the replicas of one model, with these roles, lack prefill or decode; "" if they do not."""
+    """Return a message if a model has prefill replicas but none that decodes, or the reverse; else "".
+
+    `roles`: the roles of all replicas of the model. A replica with the role `both` counts on either side.
+    """
     if PREFILL in roles and roles.isdisjoint(DECODERS):
         return f"a replica has role={PREFILL} and none has role={DECODE} or role={BOTH}: it gets whole requests"
     if DECODE in roles and roles.isdisjoint(PREFILLERS):
@@ -22,10 +25,10 @@ def lacks(roles: set[str]) -> str:
 
 
 def unlike(pairs: Iterable[tuple[str, str | None]]) -> str:
-    """Return a message if no replica of one model can fetch the KV cache of a prompt that another one computed.
+    """Return a message if no two replicas of a model can pass a KV cache on, because their transfers differ; else "".
 
-    Returns "" if some replica can, or if all have the role `both`. `pairs`: for each replica of the model its role, and
-    the name of the transfer by which it passes KV caches to others (None: it does not).
+    `pairs`: for each replica its role, and the name of the transfer by which it passes KV caches to others (None: it
+    does not). Replicas that all have the role `both` need no transfer.
     """
     told = [*pairs]
     computing = {way for role, way in told if role in PREFILLERS}

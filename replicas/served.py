@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 
 def base_names(served: Mapping[str, str | None]) -> list[str]:
-    """Return the names of the base model, in the engine's order.
+    """Return the names of the base model, without those of adapters, in the engine's order.
 
     `served`: maps each name to None, or, if it is an adapter's, to the name of its base model.
     """
@@ -21,11 +21,9 @@ def may_serve(model: str, told: Collection[str], required: str | None) -> bool:
 
 
 def marks(names: Iterable[str], root: str | None) -> set[object]:
-    """Return an engine's marks; two engines that share a mark serve the same model.
+    """Return the marks of an engine's model: all names that it serves, also of adapters, and the model's root.
 
-    The marks are all names that the engine serves, adapters' too, and the root of its model.
-
-    `root`: the folder or hub name that the model was loaded from.
+    Two engines that share a mark serve the same model. `root`: the folder or hub name that the model was loaded from.
     """
     return {*names, ("root", root)} if root else {*names}
 
@@ -33,7 +31,7 @@ def marks(names: Iterable[str], root: str | None) -> set[object]:
 def count_models(marked: Iterable[Collection[object]]) -> int:
     """Return how many different models some engines serve; `marked`: the `marks` of each engine.
 
-    Two engines serve the same model if they share a mark, or if each shares one with a third engine, and so on.
+    Engines that share a mark serve the same model. So do engines that are linked by a chain of others that share marks.
     """
     groups: list[set[object]] = []
     for marks in marked:

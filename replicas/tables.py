@@ -12,9 +12,9 @@ from replicas.spelling import known_or_meant
 
 
 class Table(BaseModel):
-    """A table of settings with fixed names. The error for a setting without a value says what to write.
+    """A table of settings with fixed names, read from YAML.
 
-    That is the description of the pydantic field, if it has one.
+    The error for a setting without a value says what to write: the description of its pydantic field, if there is one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

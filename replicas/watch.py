@@ -139,7 +139,10 @@ class Watch:
         self.fleet.tell(self.lead, event, reason)
 
     def _hear(self) -> None:
-        """Count the requests that the engine answered and that were not reported yet; called before a probe counts."""
+        """Have the fleet count the requests that the engine has answered and that were not counted yet.
+
+        This is called before a probe counts, so that answered requests are known to the health rules.
+        """
         for one in self.replicas:
             self.fleet.hear(one.id)
 
@@ -216,9 +219,9 @@ class Watch:
             self.nudge()
 
     def _finishes(self) -> bool:
-        """Return whether requests are on open connections to the engine; False if it is FAILED.
+        """Return whether the engine still has requests on open connections; False if it is FAILED.
 
-        The answer True is reused for CLOSEST seconds, as each call of `fleet.holds` looks at all requests, and many
+        True is reused for CLOSEST (0.1) seconds, since each call of `fleet.holds` looks at all requests, and many
         connections may fail at once.
         """
         if self.lead.state is State.FAILED:
@@ -233,7 +236,7 @@ class Watch:
             self._nudged.set()
 
     def _doubt(self, reason: str) -> None:
-        """Stop traffic to the engine until what answers at its address has listed a model, as only an engine does."""
+        """Stop traffic to the engine until the process at its address lists a model, as only an engine does."""
         self._must_prove = True
         self._tell(Event.DOUBTED, reason)
 
@@ -291,10 +294,10 @@ class Watch:
     def _keep_proof(self, facts: Facts, full: bool, was_proven: bool) -> None:
         """Set `lead.proof`: an open connection to the engine's process, as a proof that this process still exists.
 
-        It is None if a connection proves nothing, because the engine closes its connections (announced or not), or
-        answers so late that the gateway closes them. `full`: the probe was a full one. `was_proven`: the former
-        connection was open before the probe. If it was broken, a failed probe leaves it in place, so that whatever
-        answers next has to identify itself.
+        It is set to None if a connection proves nothing: the engine closes its connections (announced or not), or it
+        answers so late that the gateway closes them. After any other failed probe the former connection is kept. If
+        that one is closed, whatever answers next has to identify itself.
+        `full`: the probe was a full one. `was_proven`: the former connection was open before the probe.
         """
         if not facts.fault:
             closed = facts.closes or (full and facts.over is not None and facts.over.is_closing())
@@ -316,14 +319,14 @@ class Watch:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the engine has work, and its counters changed within the last STALLED seconds."""
+        """Whether the engine runs requests, and its counters changed within the last STALLED (20) seconds."""
         scrape = self.lead.scrape
         return scrape is not None and bool(scrape.running) and scrape.at - self.lead.moved_at < STALLED
 
     async def ask_models(self) -> None:
-        """Read the models that the engine serves now, and report a change.
+        """Read the list of models that the engine serves, and report it if it changed.
 
-        This is called when a client asks for a model that no engine is known to serve.
+        The gateway calls this when a client asks for a model that no engine is known to serve.
         """
         lead, pid = self.lead, self.lead.pid
         found = Facts()
@@ -335,11 +338,12 @@ class Watch:
                 self.fleet.changed(self)
 
     async def _warm(self, facts: Facts) -> bool:
-        """Let an engine that the gateway launched compute its first tokens before clients wait for them.
+        """Let an engine that the gateway launched compute its first tokens before clients' requests are sent to it.
 
         The first tokens take 2 s with vLLM on a CPU. A replica that looks so slow at first would get too little traffic
-        to correct this impression. Returns False if the engine ended or failed meanwhile: the facts of the probe are
-        then outdated, and the next probe shows whether the engine died.
+        to correct this impression.
+        Returns False if the engine ended or failed meanwhile. The facts of the probe are then outdated, and the next
+        probe shows whether the engine died.
         """
         lead, pid = self.lead, self.lead.pid
         if lead.managed and facts.serving and self._warmed_pid != pid:
@@ -350,10 +354,10 @@ class Watch:
         return lead.pid == pid and lead.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts | None:
-        """Read /health, and /metrics if due; return None if a full probe is needed.
+        """Read /health, and /metrics if it is due; return None if a full probe is needed.
 
-        A full probe is needed if another process may answer: no open connection leads to the process that was probed
-        last, or /metrics lacks figures that it had before. `now`: monotonic seconds.
+        It is needed if another process may answer: no connection to the process that was probed last is open, or
+        /metrics lacks figures that it had before. `now`: monotonic seconds.
         """
         lead, proof = self.lead, self.lead.proof
         facts = await health(self.access.session, lead.url, SHORT_DEADLINE + lead.dialect.health_seconds)
@@ -381,9 +385,10 @@ class Watch:
         return page, await read(page.body, parse, page.body, monotonic(), self.lead.dialect.metrics)
 
     async def _stalls(self, now: float, facts: Facts) -> bool:
-        """Return whether the engine answers but makes no progress; if so, report TROUBLE and restart a launched engine.
+        """Return whether the engine answers but makes no progress; if so, report TROUBLE.
 
-        A launched engine is restarted only after HUNG seconds without progress. `now`: seconds by `pulse.clock`.
+        An engine that the gateway launched is restarted after HUNG (120) seconds without progress. `now`: seconds by
+        `pulse.clock`. `facts`: of the present probe.
         """
         lead, progress = self.lead, self.progress
         if lead.state not in TAKES_TRAFFIC or not facts.scrape:
@@ -463,19 +468,19 @@ class Watch:
         self.judge(now)
 
     def _unproven(self, facts: Facts) -> str:
-        """Return why something else than the engine may answer at its address, or "" if it seems to be an engine.
+        """Return why the process that answers may not be the engine, or "" if it seems to be an engine.
 
-        The reason is that no models are listed, although the engine listed some before, or after a request was answered
-        by something that is no engine.
+        The reason is that it lists no models. An engine may list none while it loads, so this counts only if it listed
+        some before, or if something that is no engine has answered a request there.
         """
         if facts.models or facts.locked or not (self._known[0] or self._must_prove):
             return ""
         return f"something else than the engine answers there: {facts.error or '/v1/models lists no models'}"
 
     def _is_another(self, facts: Facts) -> bool:
-        """Return whether version, models or model root show another engine than before.
+        """Return whether the version, the models or the model's root differ from those that the engine reported before.
 
-        This replaces the start time for engines that do not report one.
+        If they do, another process answers. This is for engines that do not report the start time of their process.
         """
         models, root, version = self._known
         known, now = set(base_names(models)), set(base_names(facts.models))
@@ -492,7 +497,7 @@ class Watch:
         return f"serves {', '.join(names)}, not {required!r}: {why}"
 
     def _learn(self, facts: Facts) -> None:
-        """Copy the facts of a full probe to the replica, and report if a READY engine differs from before."""
+        """Copy the facts of a full probe to the replica, and tell the fleet if a READY engine has changed."""
         lead, before = self.lead, self._snapshot()
         facts.describe(lead)
         self._known = lead.models, lead.root, lead.version or self._known[2]
@@ -511,20 +516,21 @@ class Watch:
             self.fleet.changed(self)
 
     def _snapshot(self) -> tuple[object, ...]:
-        """Return the facts whose change is reported while the engine is READY."""
+        """Return the facts that are compared before and after a probe: a READY engine's change in them is reported."""
         lead = self.lead
         sizes = lead.max_model_len, lead.block_size, lead.num_blocks, lead.page_size
         return lead.models, lead.adapter_roots, self.sources, *sizes, lead.role, lead.drops_block, lead.traits
 
     @property
     def _moved(self) -> bool:
-        """Whether the engine answered at another IP address than its replica has."""
+        """Whether the engine answered at another IP address than the one that its replica has."""
         return bool(self.lead.address) and self.lead.address != self.access.address
 
     def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
-        """Set the replica's incarnation (the id of the engine's process); report and return whether it was restarted.
+        """Set the replica's incarnation, the id of the engine's process, and report a restart.
 
-        Another process has another, empty cache. `another`: the models or versions differ from before.
+        Returns whether another process than before answers; its cache is empty. `scrape`: the engine's metrics, None if
+        they were not read. `another`: the models or versions differ from before.
         """
         lead = self.lead
         before, left, moved = lead.incarnation, lead.address, self._moved
@@ -541,13 +547,14 @@ class Watch:
         return True
 
     def _name(self, started: float | None, another: bool, moved: bool) -> str:
-        """Return the incarnation's name: the start time of the process, which all gateways read alike.
+        """Return the incarnation's name: the start time of the engine's process, which is the same for all gateways.
 
         If the engine reports no start time, the name is its pid if this gateway launched it, else a count of how often
-        it came back after refused connections. An incarnation keeps its name even if a later page has a start time or
-        lacks it. An engine at another address is another incarnation: if its start time is the same, "@" and its
-        address are appended. Gateways leave this suffix out when they share what they know of the engine.
-
+        it came back after refused connections. A process keeps its name even if only a later page has a start time, or
+        a later page lacks it.
+        An engine that answers at another address than before counts as another process. If its start time is the same,
+        "@" and its address are appended to the name. Gateways leave this suffix out when they share what they know of
+        the engine.
         `started`: unix time from /metrics, or None. `another`: the models or versions differ from before. `moved`: the
         engine answered at another IP address than before.
         """
@@ -568,7 +575,10 @@ class Watch:
         return f"seen-{self._lives}"
 
     def judge(self, now: float) -> None:
-        """Change the engine's state as its health demands, and restart a launched engine that hangs."""
+        """Change the engine's state according to the verdict of its health rules.
+
+        An engine that the gateway launched is restarted if it hangs. `now`: seconds by `pulse.clock`.
+        """
         lead = self.lead
         verdict, reason = self.health.opinion(now)
         if verdict is Verdict.LOST:

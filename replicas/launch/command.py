@@ -24,12 +24,15 @@ class Ports(NamedTuple):
 
     @staticmethod
     def width(ranks: int) -> int:
-        """Return how many consecutive ports an engine with so many data-parallel ranks needs."""
+        """Return how many consecutive ports an engine with `ranks` data-parallel ranks needs."""
         return 1 + 3 * ranks
 
     @classmethod
     def run(cls, first: int, ranks: int) -> "Ports":
-        """Return the ports of an engine that may use `width(ranks)` consecutive ports, from `first` on."""
+        """Return the ports of an engine, out of the `width(ranks)` consecutive ports that begin with `first`.
+
+        `ranks`: the engine's number of data-parallel ranks.
+        """
         return cls(first, first + 1, first + 1 + ranks, first + 1 + 2 * ranks, ranks)
 
     def all(self) -> range:
@@ -61,12 +64,12 @@ class LaunchProfile(ABC):
 
     @property
     def ranks(self) -> int:
-        """The number of data-parallel ranks of one engine."""
+        """The number of data-parallel ranks of each engine that is started with this profile."""
         return 1
 
     @property
     def traits(self) -> Traits:
-        """The settings of its engines that decide with which other engines they can exchange KV caches."""
+        """The settings in this profile that decide with which other engines its engines can exchange KV caches."""
         return Traits()
 
     @property
@@ -76,23 +79,26 @@ class LaunchProfile(ABC):
 
     @property
     def drops_block(self) -> bool | None:
-        """Whether its engines recompute the last block of a cache hit; None if the profile does not say."""
+        """Whether engines with this profile recompute the last block of a cache hit; None if it does not say."""
         return None
 
     @property
     @abstractmethod
     def publishes(self) -> bool:
-        """Whether its engines publish KV events."""
+        """Whether engines with this profile publish KV events."""
 
     @property
     @abstractmethod
     def no_transfer(self) -> str:
-        """The reason why its engines cannot pass a prompt's KV cache on, with a remedy; "" if they can."""
+        """Why engines with this profile cannot pass a prompt's KV cache on, with a remedy; "" if they can."""
 
     @property
     @abstractmethod
     def transfer(self) -> str:
-        """How its engines pass KV caches to others: a key of `TRANSFERS`; "": the default of their kind of engine."""
+        """How engines with this profile pass KV caches to other engines.
+
+        It is a key of `TRANSFERS`, or "" for the default of their kind of engine.
+        """
 
     @abstractmethod
     def bootstrap(self, ports: Ports) -> int:
@@ -100,9 +106,10 @@ class LaunchProfile(ABC):
 
     @abstractmethod
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """Return the profile as this machine can run it, and the environment variables of each of `count` engines.
+        """Assign devices of this machine to `count` engines.
 
-        `used`: devices that are taken already. Raises ProfileError.
+        Returns the profile, adapted to this machine (for example to one without GPUs), and the environment variables of
+        each engine. `used`: devices that are taken already. Raises ProfileError.
         """
 
     @abstractmethod

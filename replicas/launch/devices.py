@@ -53,10 +53,13 @@ def assign(devices: list[str], each: int, count: int, share: int = 1, used: Sequ
 
 
 def environment(devices: list[str]) -> dict[str, str]:
-    """Return the environment variables that show an engine only these devices, numbered as by nvidia-smi."""
+    """Return the environment variables with which an engine sees only these devices.
+
+    Devices are numbered in the order of the PCI bus, as nvidia-smi numbers them.
+    """
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def shown_by(environment: dict[str, str]) -> tuple[str, ...]:
-    """Return the devices that an `environment` shows to an engine."""
+    """Return the devices that an engine with these environment variables sees."""
     return tuple(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))

@@ -28,7 +28,10 @@ COMMON_REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class LogGrammar:
-    """The log format of one kind of engine. The defaults are for one process that writes plain lines."""
+    """The log format of one kind of engine: how its lines begin, and which of them explain an exit.
+
+    The defaults are for an engine of one process that writes plain lines.
+    """
 
     # matches at the start of a line; its first group is the name of the engine's process that wrote the line
     writer: re.Pattern[str] = _NOTHING
@@ -97,7 +100,10 @@ class Tail:
 
 
 def said(line: str, grammar: LogGrammar = PLAIN) -> str:
-    """Return a log line without its writer, time and place in the code, shortened to LONGEST_SHOWN characters."""
+    """Return the message in a log line, at most LONGEST_SHOWN characters of it.
+
+    The name of the process that wrote the line, the time and the place in the code are removed.
+    """
     for prefix in (grammar.writer, grammar.stamp):
         if found := prefix.match(line):
             line = line[found.end() :]
@@ -105,7 +111,7 @@ def said(line: str, grammar: LogGrammar = PLAIN) -> str:
 
 
 def explain(code: int, seconds: float, lines: list[str], grammar: LogGrammar = PLAIN) -> str:
-    """Return why an engine process ended that was not asked to stop, and what to do.
+    """Return why an engine process ended although nobody asked it to stop, and what to do.
 
     `code`: its exit code, negative for a signal. `seconds`: how long it ran. `lines`: its last log lines.
     """
@@ -125,8 +131,8 @@ def explain(code: int, seconds: float, lines: list[str], grammar: LogGrammar = P
 def _telling(lines: list[str], grammar: LogGrammar) -> tuple[str, str]:
     """Return the log line that best explains the exit, and its remedy ("" if none is known).
 
-    If the computing process died, lines of processes in `bystanders` do not count: they are about requests, or only
-    repeat that it died.
+    If the process that computes died, lines of the processes in `grammar.bystanders` are ignored: they are about
+    requests, or only repeat that it died.
     """
     died = [line for line in lines if grammar.died.search(line)]
     silent = grammar.bystanders if died else ()

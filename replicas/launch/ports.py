@@ -18,9 +18,11 @@ def is_free(host: str, port: int) -> bool:
 
 
 def pick(count: int, host: str, taken: set[int], seed: int | None = None, run: int = 1) -> list[int]:
-    """Return the first ports of `count` runs of `run` consecutive free ports, none of them in `taken`.
+    """Find `count` ranges of free TCP ports, and return the first port of each range.
 
-    All are below the kernel's ephemeral range, whose ports may be given to outgoing connections while an engine
+    `host`: where the ports have to be free. `taken`: ports that must not be used. `seed`: makes the search repeatable.
+    `run`: the number of consecutive ports in a range.
+    All ports are below the kernel's ephemeral range, whose ports may be given to outgoing connections while an engine
     restarts. The search begins at a random port, so that two gateways on one machine rarely collide. Raises OSError if
     there are not enough free ports.
     """

@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def load(name_or_file: str) -> LaunchProfile:
-    """Return the launch profile with this name from this package, or the one in a YAML file. Raises ProfileError."""
+    """Return the launch profile that this package has under a name, or the one in a YAML file. Raises ProfileError."""
     path = SHIPPED / f"{name_or_file}.yaml" if name_or_file in names() else Path(name_or_file)
     try:
         refuse_pipe(path)

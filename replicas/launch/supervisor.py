@@ -30,8 +30,8 @@ ORPHAN_GRACE = 5.0  # seconds that an engine has after its gateway died; no clie
 class Backoff:
     """The seconds to wait before the next start: 0.5, 1, 2 ... 30, and again 0.5 after a stable run.
 
-    A vLLM that cannot start uses a core for half a minute or more before it fails, so after runs in which the engine
-    never worked the wait keeps doubling to IN_VAIN.
+    After runs in which the engine never worked, the wait keeps doubling up to 300 s (IN_VAIN), since a vLLM that cannot
+    start uses a core for half a minute or more before it fails.
     """
 
     FIRST, LONGEST, IN_VAIN, STABLE = 0.5, 30.0, 300.0, 60.0
@@ -40,7 +40,10 @@ class Backoff:
         self._next = self.FIRST
 
     def after(self, worked: float) -> float:
-        """Return the seconds to wait, without jitter, after a run that worked for so many seconds at its end."""
+        """Return the seconds to wait, without jitter, before the next start.
+
+        `worked`: for how many seconds the engine had worked when its run ended; 0: it never did.
+        """
         wait = self.FIRST if worked >= self.STABLE else min(self._next, self.LONGEST if worked else self.IN_VAIN)
         self._next = wait * 2
         return wait
@@ -115,7 +118,7 @@ class Supervisor:
             self._control.write(f"stop {grace:g}\n".encode())
 
     def _kill(self) -> None:
-        """Kill the keeper, and the engine's process group, without asking the keeper to do so."""
+        """Kill the keeper and the engine's process group directly, without a message to the keeper."""
         with suppress(ProcessLookupError):
             if self._keeper is not None:
                 self._keeper.kill()
@@ -182,7 +185,7 @@ class Supervisor:
         return self._why or wrong or explain(code, monotonic() - began, tail.lines, tail.grammar)
 
     async def _listen(self, reader: asyncio.StreamReader) -> tuple[str, int]:
-        """Read the keeper's lines until the engine's end; return ("", exit code), or (what went wrong, 0)."""
+        """Read the keeper's messages until the engine ends; return ("", exit code), or (error message, 0)."""
         if self._stopping.is_set():
             self._ask_to_stop(0.0)
         while line := await reader.readline():

@@ -120,9 +120,10 @@ class VllmProfile(Fields, LaunchProfile):
         return settings | {name: value for name, value in flags.items() if value is not None}
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """Return the profile as this machine can run it, and the environment variables of each of `count` engines.
+        """Assign devices of this machine to `count` engines.
 
-        `used`: devices that are taken already. Raises ProfileError.
+        Returns the profile, adapted to this machine (for example to one without GPUs), and the environment variables of
+        each engine. `used`: devices that are taken already. Raises ProfileError.
         """
         found = [] if self.device == "cpu" else devices.find()
         if self.device == "cuda" or found:

@@ -20,10 +20,10 @@ _HOME = {"Facts": "adopt", "Fleet": "fleet", "Replica": "replica", "State": "lif
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use.
+    """Import a public name of this package on its first use.
 
-    Importing aiohttp and pydantic takes 0.2 s. Simulations and the load generator import this package too, and do not
-    need these two.
+    Most of these names need aiohttp and pydantic, whose import takes 0.2 s. Simulations and the load generator import
+    this package too, but need neither.
     """
     if name not in _HOME:
         raise AttributeError(f"module 'replicas' has no attribute {name!r}")

@@ -386,7 +386,7 @@ class Fleet:
                 self._try(self.on_changed)
 
     def looked(self, engine: Watch) -> None:
-        """Update the replicas of an engine's data-parallel ranks after a probe.
+        """Update the replicas of an engine's data-parallel ranks after a probe of the engine.
 
         Replicas are added or removed if the number of ranks changed.
         """

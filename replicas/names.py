@@ -25,11 +25,12 @@ def bracketed(host: str) -> str:
 
 
 def resolve(host: str) -> asyncio.Future[tuple[str, ...]]:
-    """Start to resolve a host name; return a future of its IP addresses, at most MOST_ADDRESSES, or of an OSError.
+    """Start to resolve a host name; return a future of its IP addresses, which raises OSError if there are none.
 
-    IPv4 addresses come first, since an engine that binds its event sockets to `tcp://*` has them on IPv4 alone; each
-    family is in numeric order, so that every gateway prefers the same address. The lookup runs in a thread of its own:
-    a name server that does not answer blocks nothing else, and the thread does not outlive the process.
+    At most MOST_ADDRESSES (8) are returned. IPv4 addresses come first, since an engine that binds its event sockets to
+    `tcp://*` has them on IPv4 alone. Each family is in numeric order, so that every gateway prefers the same address.
+    The lookup runs in a thread of its own: a name server that does not answer blocks nothing else, and the thread does
+    not outlive the process.
     """
     found: Future[tuple[str, ...]] = Future()
     found.set_running_or_notify_cancel()  # from here on nobody can cancel it

@@ -35,7 +35,7 @@ class Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; refuse one with two equal keys, of which PyYAML would silently use the last."""
+        """Build a mapping; raise an error if a key occurs twice, where PyYAML would silently use the last value."""
         keys: set[str] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # PyYAML refuses all else
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:

@@ -59,7 +59,7 @@ _DIED_SILENTLY = "one of its processes was killed, for memory probably, or crash
 
 
 class Tail:
-    """The last lines of an engine's log, which is fed as bytes. A carriage return ends a line too, as in progress bars.
+    """The last lines of an engine's log. `feed` takes the log as bytes; a carriage return ends a line too.
 
     An engine may be several processes that write to one log. The last lines of each process are kept: when the
     computing process fails, the process that serves HTTP logs a long error for each of its requests, which would
@@ -80,7 +80,7 @@ class Tail:
             self._add(line)
 
     def close(self) -> None:
-        """Add the text after the last line's end as one more line; call this when the process has ended."""
+        """Keep the last line even if it has no line end; call this when the process has ended."""
         self._add(self._rest)
         self._rest = b""
 

@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class Alarm:
-    """A timer for one sleeper at a time. `wake` ends a sleep that was begun with `disturbed`."""
+    """A timer for one sleeping task at a time; `wake` ends the sleep early if the sleeper allows it."""
 
     def __init__(self):
         self._fd = _libc.timerfd_create(_MONOTONIC, _FLAGS) if _libc else -1
@@ -29,12 +29,15 @@ class Alarm:
             self._loop.add_reader(self._fd, self._rang)
 
     def wake(self) -> None:
-        """End the present sleep if it was begun with `disturbed`."""
+        """End the present sleep if `until` was called with `disturbed`; else do nothing."""
         if self._disturbed and not self._ring.done():
             self._ring.set_result(None)
 
     async def until(self, when: float | None, disturbed: bool = False) -> None:
-        """Sleep until `when`, by time.monotonic() (None: forever), or, if `disturbed`, until `wake` is called."""
+        """Sleep until `when`, in seconds of time.monotonic(); None: without end.
+
+        `disturbed`: a call of `wake` may end the sleep early.
+        """
         if when is not None and when <= time.monotonic():
             await asyncio.sleep(0)  # let other tasks run
             return

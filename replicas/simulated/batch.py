@@ -47,9 +47,9 @@ class Sequence:
 
 
 class Batch:
-    """The requests that decode, in order of admission.
+    """The requests that decode, in order of admission. The engine adds and removes them.
 
-    The engine begins each step by adding 1 to `now`, and adds and removes requests.
+    `now` is the number of the current step; the engine adds 1 to it at the beginning of each step.
     """
 
     __slots__ = ("now", "context", "sequences", "_due", "_block_size")
@@ -78,7 +78,7 @@ class Batch:
         sequence.due = sequence.finish = -1
 
     def plan(self, sequence: Sequence) -> None:
-        """Compute and note the next step in which a decoding request starts a block, fills one or ends."""
+        """Store the number of the next step in which a decoding request starts a block, fills one or ends."""
         size = self._block_size
         offset = (sequence.tokens + self.now - sequence.base - 1) % size  # of the next token, within its block
         wait = 1 if offset == 0 else size - offset + (sequence.request.output_blocks is None)
@@ -97,7 +97,7 @@ class Batch:
         return due
 
     def quiet_steps(self) -> int:
-        """Return how many steps from the next one on need no work for any request; the batch must not be empty."""
+        """Return how many of the next steps need no work for any request. The batch must not be empty."""
         return min(self._due) - self.now - 1
 
     def leap(self, steps: int) -> None:

@@ -17,7 +17,7 @@ Key = Hashable
 
 
 class BlockPool:
-    """A pool of `num_blocks` blocks, counted as in vLLM: block 0 is the null block, which no request gets."""
+    """A pool of `num_blocks` KV cache blocks. As in vLLM, block 0 is the null block, which no request gets."""
 
     def __init__(self, num_blocks: int):
         self.usable = num_blocks - 1
@@ -53,12 +53,12 @@ class BlockPool:
         return self._cached.get(key)
 
     def idle(self, blocks: list[int]) -> int:
-        """Return how many of `blocks` no request uses, and so how many `use(blocks)` would take from the free queue."""
+        """Return how many of `blocks` no request uses; `use(blocks)` would take these from the free queue."""
         uses = self._uses
         return sum(1 for block in blocks if not uses[block])
 
     def use(self, blocks: list[int]) -> None:
-        """Count one more request that uses each of `blocks`; blocks that none used leave the free queue."""
+        """Add a request as a user of each of `blocks`; blocks that no request used before leave the free queue."""
         uses, free = self._uses, self._free
         for block in blocks:
             if not uses[block]:
@@ -66,7 +66,7 @@ class BlockPool:
             uses[block] += 1
 
     def take(self, count: int, removed: list[Key]) -> list[int]:
-        """Take `count` blocks from the head of the free queue; append the keys they were cached for to `removed`."""
+        """Take `count` blocks from the head of the free queue; add the keys of blocks that are evicted to `removed`."""
         blank = self._blank
         taken = blank[: -count - 1 : -1]
         del blank[len(blank) - len(taken) :]
@@ -111,7 +111,7 @@ class BlockPool:
             del self._copies[key]
 
     def store(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
-        """Cache full blocks: each becomes a hit for its key."""
+        """Cache full blocks, each under its key, so that later lookups of the key find it."""
         cached, key_of = self._cached, self._key_of
         for block, key in zip(blocks, keys):
             key_of[block] = key
@@ -138,7 +138,7 @@ class BlockPool:
                     free[block] = None
 
     def clear(self) -> bool:
-        """Empty the prefix cache and return True; return False and do nothing while a request uses blocks, as vLLM."""
+        """Empty the prefix cache and return True. As in vLLM, do nothing and return False while requests use blocks."""
         if self.free != self.usable:
             return False
         self._cached.clear()

@@ -23,7 +23,7 @@ def event(data: dict, name: str | None = None) -> bytes:
 
 
 class Dialect:
-    """One request's answer in one API's format.
+    """The answer to one request, in the format of one API.
 
     `whole` makes the answer in one piece. A stream is made by `announce`, then for each sequence `begin` and `tokens`
     (its tokens from `start` to `end`), and `close` after the last sequence has ended.
@@ -50,10 +50,10 @@ class Dialect:
         return event(body)
 
     def usage(self, generations: list[Generation], streamed: bool = False) -> dict:
-        """Return vLLM's usage object; a prompt with `n` sequences counts once.
+        """Return vLLM's usage object. A prompt counts once, however many sequences (`n`) answer it.
 
-        The cached tokens are those of one sequence: in a stream, of the sequence that answered first; in a whole
-        answer, of that sequence of the last prompt which ended last (seen with 0.28).
+        As in vLLM (seen with 0.28), the cached tokens are those of one sequence only. In a stream it is the sequence
+        that had the first token. In a whole answer it is the last prompt's sequence that ended last.
         """
         sent = sum(generation.sent for generation in generations)
         prompts = generations[:: self.n]
@@ -67,10 +67,10 @@ class Dialect:
 
 
 class _OpenAI(Dialect):
-    """The common part of chat completions and completions.
+    """The part that chat completions and completions have in common.
 
-    A subclass has `object` and `chunk`, the names of a whole answer's and a streamed part's type, and `_said`, which
-    returns the members of a choice that have the text.
+    A subclass sets `object` and `chunk`: the value of "object" in a whole answer, and in a part of a stream. Its
+    `_said` returns the members of a choice that have the text.
     """
 
     object = chunk = ""
@@ -83,7 +83,11 @@ class _OpenAI(Dialect):
         return {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
 
     def _choice(self, generation: Generation, index: int, start: int = 0, end: int | None = None) -> dict:
-        """Return one choice: with the tokens `start` to `end`, for a stream; or with all tokens, if `end` is None."""
+        """Return one choice of an answer, with the tokens from `start` to `end`.
+
+        If `end` is None, it is a choice of a whole answer, with all tokens; else it is one of a stream. `index`: the
+        number of the choice.
+        """
         last, text = end in (None, len(generation.ids)), "".join(generation.pieces[start:end])
         return {
             "index": index,

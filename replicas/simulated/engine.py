@@ -50,7 +50,7 @@ __all__ = ["Cleared", "Counters", "Engine", "EngineRequest", "Output", "Removed"
 
 
 class Engine:
-    """One simulated engine: vLLM's scheduler and prefix cache, which `step` moves on by one step.
+    """One simulated engine: vLLM's scheduler and prefix cache. Each call of `step` simulates one scheduler step.
 
     `every_token`: report each token of each request, as a server streams them; otherwise an `Output` comes only with a
     request's first token and at its end.
@@ -93,7 +93,8 @@ class Engine:
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
         """Return how many leading blocks of a prompt would be hits in the engine's cache now.
 
-        `request_blocks`: the keys of the prompt's full blocks.
+        `request_blocks`: the keys of the prompt's full blocks. `prompt_tokens`: the prompt's length; its last token is
+        always computed.
         """
         hits = len(self.pool.find(request_blocks, (prompt_tokens - 1) // self._size))
         if self.profile.drops_block:
@@ -101,18 +102,24 @@ class Engine:
         return self._groups.longest(request_blocks, hits) if self._groups else hits
 
     def found(self, request_blocks: list[Key], prompt_tokens: int) -> int:
-        """Return how many leading blocks of a prompt would be found now, in the cache and then in host memory."""
+        """Return how many leading blocks of a prompt are cached: first those on the GPU, then those in host memory.
+
+        `request_blocks`: the keys of the prompt's full blocks.
+        """
         start = self.cached(request_blocks, prompt_tokens)
         return self._offload.find(request_blocks, start, prompt_tokens // self._size).end if self._offload else start
 
     def passes_on(self, request_blocks: list[Key]) -> int:
-        """Return how many leading blocks of a prompt another engine may fetch from this one's host memory."""
+        """Return how many leading blocks of a prompt host memory has, so that another engine may fetch them.
+
+        `request_blocks`: the keys of the prompt's full blocks.
+        """
         return self._offload.passes_on(request_blocks) if self._offload else 0
 
     def take_in(self, request: EngineRequest, start: int, end: int) -> None:
-        """Put blocks `start` to `end` of a request, which another engine passed on, into host memory.
+        """Put blocks that another engine has passed on into host memory; call this before `add`.
 
-        Call this before `add`.
+        The blocks are those of `request` from number `start` up to but not including `end`.
         """
         if self._offload is not None:
             self._offload.take_in(request, request.blocks, start, end, self._pending)
@@ -120,7 +127,7 @@ class Engine:
 
     @property
     def to_prefill(self) -> list[Sequence]:
-        """The requests whose prompts are not computed completely: first the one that is begun, then those that wait."""
+        """The requests whose prompts are not computed completely: the one in progress first, then the waiting ones."""
         return [*([self._partial] if self._partial is not None else []), *self._waiting]
 
     def add(self, request: EngineRequest) -> None:
@@ -219,10 +226,10 @@ class Engine:
         return step
 
     def ahead(self, now: float) -> list[float]:
-        """Return the times at which the next steps end, for as many steps as only decode.
+        """Return the times at which the next steps end, up to the first step that has to do more than decode.
 
-        In these steps no block is started or filled and no request ends, so that no waiting request can start. The list
-        is empty if the next step has to do more. `now`: the time (seconds) at which the next step begins.
+        In these steps no block is started or filled and no request ends, so no waiting request can start. The list is
+        empty if the next step has to do more. `now`: the time (seconds) at which the next step begins.
         """
         batch, durations = self.batch, self.durations
         if not self._settled or not batch.sequences or self._every_token:
@@ -236,7 +243,7 @@ class Engine:
         return ends
 
     def leap(self, steps: int) -> None:
-        """Take the first `steps` of the steps that `ahead` returned, at once."""
+        """Take `steps` steps at once. They have to be among those whose ends `ahead` returned."""
         self.batch.leap(steps)
         self.durations.taken(steps)
         self.counters.steps += steps
@@ -245,7 +252,11 @@ class Engine:
     # ---- decoding requests
 
     def _grow(self, step: Step) -> list[Sequence]:
-        """Do the work of requests whose next token starts or fills a block; return those of them that still run."""
+        """Do the work for decoding requests that start a block, fill a block or end in this step.
+
+        A request that starts a block takes one, and a block that is filled is cached. Returns these requests, without
+        those that were preempted.
+        """
         now, alive = self.batch.now, []
         for sequence in self.batch.due():
             if sequence.due != now:  # it was preempted by an earlier one, or is listed twice
@@ -296,10 +307,10 @@ class Engine:
     # ---- prompts
 
     def _prefill(self, step: Step, budget: int, ended: list[Sequence]) -> float:
-        """Continue the prompt that was begun, then admit waiting requests, within `budget` tokens.
+        """Continue the prompt that is partly computed, then admit waiting requests, within `budget` tokens.
 
-        Returns the number of pairs of tokens between which attention is computed, for `StepTime.seconds`. Requests
-        whose prompts are complete are added to `ended`.
+        Requests whose prompts are complete after this step are added to `ended`. Returns the number of pairs of tokens
+        between which attention is computed, for `StepTime.seconds`.
         """
         pairs = 0.0
         sequence = self._partial
@@ -348,7 +359,10 @@ class Engine:
         return pairs
 
     def _fetch(self, sequence: Sequence, hits: list[int], run: Run, step: Step) -> None:
-        """Admit a request, and begin to fetch the chunks of its prompt that host memory has (`run`)."""
+        """Admit a request, and begin to fetch blocks of its prompt from host memory.
+
+        `hits`: ids of the blocks that are cached on the GPU. `run`: the blocks that host memory has after these.
+        """
         computed = min(run.end * self._size, sequence.tokens - 1)
         self._admit(sequence, hits, computed, run.end * self._size if self._offload.counts_last else computed)
         sequence.run, sequence.stored = run, len(hits)
@@ -357,9 +371,10 @@ class Engine:
         self._fetching.append(sequence)
 
     def _promised(self, asked: Sequence | None = None) -> int:
-        """Return how many blocks are still needed for the prompts of requests that use host memory.
+        """Return how many more blocks are needed by requests that have blocks from host memory.
 
-        These requests fetch blocks from host memory, or wait after they have fetched some. `asked`: is left out.
+        These requests are fetching blocks, or have fetched some and wait for the rest of their prompt to be computed.
+        `asked`: a request that is not counted.
         """
         if self._offload is None:
             return 0
@@ -367,7 +382,7 @@ class Engine:
         return sum([self._blocks(one.tokens) - len(one.held) for one in those if one is not asked])
 
     def _end_fetches(self, step: Step) -> None:
-        """Put the blocks of completed fetches into the engine's cache, and queue their requests first."""
+        """Cache the blocks of completed fetches on the GPU, and put their requests at the head of the waiting queue."""
         there = [one for one in self._fetching if one.ready <= self._elapsed]
         self._fetching = [one for one in self._fetching if one.ready > self._elapsed]
         for sequence in there:
@@ -395,10 +410,10 @@ class Engine:
         return -(-tokens // self._size)
 
     def _admit(self, sequence: Sequence, hits: list[int], computed: int, found: int = 0) -> None:
-        """Admit a request with its cached blocks (`hits`).
+        """Admit a request, which takes the cached blocks of its prefix.
 
-        `computed`: how many of its tokens need not be computed. `found`: how many count as found in the cache and in
-        host memory; 0: as many as `computed`.
+        `hits`: ids of these blocks. `computed`: how many of its tokens need not be computed. `found`: how many tokens
+        are reported as found, in the cache or in host memory; 0: as many as `computed`.
         """
         self.pool.use(hits)
         sequence.held = hits
@@ -419,9 +434,9 @@ class Engine:
                     counters.external_hits += sequence.cached - local
 
     def _receive(self, sequence: Sequence, received: int, step: Step) -> None:
-        """Cache the blocks of the first `received` tokens, which another engine computed.
+        """Cache the blocks of the first `received` prompt tokens, which another engine has computed.
 
-        The prompt's last token has to be computed here in any case.
+        The prompt's last token is computed here even if it was received.
         """
         before, after = sequence.computed, min(received, sequence.request.prompt_tokens - 1)
         if after > before:
@@ -432,7 +447,8 @@ class Engine:
     def _compute(self, sequence: Sequence, new: int, step: Step, ended: list[Sequence]) -> float:
         """Compute `new` tokens of a request's prompt (after a preemption: of its prompt and output).
 
-        Returns the number of pairs of tokens between which attention is computed.
+        If the prompt is complete then, the request is added to `ended`. Returns the number of pairs of tokens between
+        which attention is computed.
         """
         before = sequence.computed
         sequence.computed = after = before + new
@@ -450,7 +466,7 @@ class Engine:
     # ---- prompts and decoding requests
 
     def _extend(self, sequence: Sequence, count: int, step: Step) -> None:
-        """Take `count` more blocks of tokens for a request."""
+        """Take `count` more blocks for a request, in each cache group."""
         if self._groups:
             removed: list[Key] = []
             self._groups.take(sequence, count, removed)
@@ -471,7 +487,11 @@ class Engine:
         return taken
 
     def _fill(self, sequence: Sequence, start: int, tokens: int, step: Step) -> None:
-        """Cache a request's blocks from block `start` on that are full when `tokens` of its tokens are computed."""
+        """Cache those blocks of a request that are full once its first `tokens` tokens are computed.
+
+        `start`: the number of the first block that is not cached yet. Chunks that are complete are copied to host
+        memory, too.
+        """
         end, keys, output_blocks = tokens // self._size, sequence.keys, sequence.request.output_blocks
         if output_blocks is None:
             end = min(end, len(keys))
@@ -491,9 +511,9 @@ class Engine:
                 sequence.offered = chunks
 
     def _report(self, step: Step, due: list[Sequence], ended: list[Sequence]) -> None:
-        """Add the step's outputs; requests that end leave the batch, and those with complete prompts join it.
+        """Add the step's outputs. Requests that end leave the batch; those whose prompts are complete join it.
 
-        `due`: decoding requests that had work. `ended`: requests whose prompts this step completed.
+        `due`: decoding requests that needed work in this step. `ended`: requests whose prompts this step completed.
         """
         batch, outputs = self.batch, step.outputs
         now = batch.now
@@ -532,5 +552,5 @@ class Engine:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
-    """Return a request's place in the order by priority; the lowest goes first."""
+    """Return the sort key of a request under priority scheduling: priority, then arrival; the lowest goes first."""
     return sequence.request.priority, sequence.arrival

@@ -2,12 +2,16 @@
 
 Besides full attention a model may have layers with a sliding window, or Mamba layers, whose state is modeled here as a
 window of two tokens: the last one and the next. Each such group of layers has its own blocks for the same tokens, from
-the same pool. A running request releases the blocks that its window has passed; they stay cached until they are taken.
+the same pool. A running request releases the blocks that are no longer within its window; they stay cached until they
+are taken for another request.
 
-A hit has to be a hit in every group; in a group with a window, all blocks within the next token's window have to be
-cached. With `retention` "all" (vLLM 0.28) all blocks are cached. With "replay" (0.32) only the blocks are cached from
-which a later prompt can resume, at two places: where this prompt ends, except for its last token, and up to where full
-attention already had this prompt and the other groups had less, as other prompts are likely to share so much.
+A hit has to be a hit in every group. In a group with a window, all blocks within the next token's window have to be
+cached. `retention` says which blocks a group caches:
+
+    "all" (vLLM 0.28)   every full block of a sliding window; of Mamba layers only the block at which a step ended, and
+                        the one at which the hit in full attention ended if it was longer than the hit in all groups
+    "replay" (0.32)     the blocks that a later prompt needs to resume at the end of this prompt (without its last
+                        token), or at the end of that longer hit, as other prompts are likely to share so much
 """
 
 from .batch import Sequence
@@ -19,10 +23,10 @@ STATE = 2  # the window that stands for a Mamba layer's state
 
 
 class Groups:
-    """The blocks that an engine's requests have in further cache groups, those without full attention.
+    """The blocks of an engine's requests in cache groups other than full attention.
 
-    `Sequence.beside` has for each group a list of a request's block ids, as long as `Sequence.held`, with None where a
-    block was released or never taken.
+    `Sequence.beside` has one list for each group: the request's block ids, as many as in `Sequence.held`, with None for
+    a block that was released or never taken.
     """
 
     def __init__(self, profile: Profile, pool: BlockPool):
@@ -31,9 +35,9 @@ class Groups:
         self._states = [not window for window in profile.windows]
 
     def longest(self, keys: list[Key], most: int) -> int:
-        """Return how many leading blocks of a prompt are a hit in all groups.
+        """Return how many leading blocks of a prompt are a hit in all cache groups.
 
-        `keys`: of the prompt's blocks. `most`: how many leading blocks are a hit for full attention.
+        `keys`: the keys of the prompt's blocks. `most`: how many leading blocks are a hit in full attention.
         """
         while True:
             before = most
@@ -50,11 +54,14 @@ class Groups:
         return 0
 
     def idle(self, keys: list[Key], hits: int) -> int:
-        """Return how many blocks of the free queue a request would use in these groups for a hit of `hits` blocks."""
+        """Return how many blocks a hit of `hits` blocks would take from the free queue in these groups.
+
+        The free queue has the cached blocks that no request uses. `keys`: the keys of the prompt's blocks.
+        """
         return sum(self._pool.idle(self._hit_blocks(group, keys, hits)) for group in range(len(self._windows)))
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a request its cached blocks in these groups; `sequence.held` has those of full attention."""
+        """Give a request its cached blocks in these groups; `sequence.held` already has those of full attention."""
         hits = len(sequence.held)
         sequence.beside = []
         for group in range(len(self._windows)):
@@ -67,11 +74,14 @@ class Groups:
         return [self._pool.block(GroupKey(group, key)) for key in needed]
 
     def _passed(self, window: int, computed: int) -> int:
-        """Return how many leading blocks are out of reach for the next token after `computed` ones, by its window."""
+        """Return how many leading blocks are outside the window of the next token.
+
+        `window`: its length in tokens. `computed`: how many tokens come before the next one.
+        """
         return max(0, computed - (window - 1)) // self._size
 
     def pass_by(self, sequence: Sequence, computed: int) -> None:
-        """Release a request's blocks that its windows no longer reach when `computed` tokens are computed."""
+        """Release a request's blocks that are outside its windows when `computed` tokens are computed."""
         for window, blocks in zip(self._windows, sequence.beside):
             end = min(self._passed(window, computed), len(blocks))
             start = end
@@ -81,14 +91,14 @@ class Groups:
             blocks[start:end] = [None] * (end - start)
 
     def take(self, sequence: Sequence, count: int, removed: list[Key]) -> None:
-        """Take `count` blocks in each group for a request; append the keys they were cached for to `removed`."""
+        """Take `count` blocks in each group for a request, and add the keys of evicted blocks to `removed`."""
         for blocks in sequence.beside:
             blocks += self._pool.take(count, removed)
 
     def fill(self, sequence: Sequence, start: int, end: int) -> list[GroupStored]:
-        """Cache, in each group, those of a request's full blocks `start` to `end` that the group keeps.
+        """Cache a request's full blocks `start` to `end` in the groups that keep them.
 
-        Returns the events about this.
+        Returns one event for each group, with the keys of the blocks that it keeps.
         """
         request, keys, told = sequence.request, sequence.keys, []
         parent = keys[start - 1] if start else None

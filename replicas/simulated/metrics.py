@@ -1,4 +1,4 @@
-"""The engine's /metrics page, with those of vLLM's series that gateways, benchmarks and people look at.
+"""The engine's /metrics page: the series of vLLM that gateways, benchmarks and people look at.
 
 The text is put together without a library, so that making a page costs little.
 """
@@ -38,7 +38,7 @@ class _Histogram:
 class Metrics:
     """The metrics of one engine.
 
-    Counted here are the times that clients see, and how requests ended; the other figures are the engine's.
+    This object counts the times that clients see, and how requests ended. All other figures are read from the engine.
     """
 
     def __init__(self, engine: Engine, model: str, cache_dtype: str = "auto", has_nixl: bool = False):

@@ -28,7 +28,7 @@ Events = list[Stored | Removed]
 
 
 class Run(NamedTuple):
-    """The blocks of a prompt that host memory has after those on the GPU."""
+    """A run of blocks of a prompt that host memory has, directly after the blocks on the GPU."""
 
     end: int  # the number, in the prompt, of the block after the last of them
     chunks: range  # the numbers of the chunks to fetch, counted from the prompt's beginning
@@ -57,7 +57,8 @@ class Offload:
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
         """Return the run of blocks that host memory has after the first `start` blocks of a prompt.
 
-        `keys`: of the prompt's blocks. `blocks`: how many full blocks the prompt has.
+        `keys`: the keys of the prompt's blocks. `blocks`: how many full blocks the prompt has. The run is empty if it
+        is shorter than a chunk, which is not worth a transfer.
         """
         first, most = start // self.chunk, min(blocks, len(keys)) // self.chunk
         end = first
@@ -80,11 +81,11 @@ class Offload:
         self._held.clear()
 
     def is_loading(self, keys: Sequence[Key], run: Run) -> bool:
-        """Return whether another request is fetching some of a run's chunks; vLLM lets the later request wait then."""
+        """Return whether another request is fetching some chunks of this run; vLLM then lets the later request wait."""
         return bool(self._loading) and any(self._last(keys, number) in self._loading for number in run.chunks)
 
     def load(self, request: EngineRequest, keys: Sequence[Key], run: Run, now: float, events: Events) -> float:
-        """Begin at `now` (seconds) to fetch a run of blocks from host memory; return when that will be complete."""
+        """Begin to fetch a run of blocks from host memory at `now` (seconds); return the time when the fetch ends."""
         self._loading.update(self._last(keys, number) for number in run.chunks)
         self._touch(keys, run.chunks)
         self._free_at = max(now, self._free_at) + len(run.chunks) * self._seconds
@@ -95,12 +96,15 @@ class Offload:
         self._loading -= Counter(self._last(keys, number) for number in run.chunks)
 
     def store(self, request: EngineRequest, keys: Sequence[Key], start: int, end: int, events: Events) -> None:
-        """Copy the computed chunks `start` to `end` of a sequence to host memory, unless it has them."""
+        """Copy the chunks `start` to `end` of a request, which are computed, to host memory unless it has them."""
         self._touch(keys, range(start, end))
         self._put(request, keys, range(start, end), events)
 
     def _touch(self, keys: Sequence[Key], numbers: range) -> None:
-        """Mark chunks as used now, a prompt's first chunk as the latest, so that its last chunk is evicted first."""
+        """Mark a prompt's chunks as used now, the first one as used last.
+
+        So the chunks at a prompt's end are evicted before those at its beginning. `numbers`: of the chunks.
+        """
         for number in reversed(numbers):
             if (last := self._last(keys, number)) in self._held:
                 self._held.move_to_end(last)
@@ -131,7 +135,11 @@ class LMCache(Offload):
     counts_last = False
 
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
-        """Return the run of chunks to fetch after the first `start` blocks of a prompt with `blocks` full blocks."""
+        """Return the run of chunks that host memory has and the GPU lacks, looked up from the prompt's beginning.
+
+        `keys`: the keys of the prompt's blocks. `start`: how many leading blocks are on the GPU. `blocks`: how many
+        full blocks the prompt has.
+        """
         chunks = self.passes_on(keys[:blocks]) // self.chunk
         if chunks * self.chunk <= start:
             return Run(start, range(0))

@@ -1,4 +1,4 @@
-"""Pools of simulated engines, for simulations with a virtual clock, as `hitherto serve --pools` has them.
+"""Pools of simulated engines for simulations with a virtual clock, described as for `hitherto serve --pools`.
 
 A pool is a number of equal engines with one role: prefill, decode or both.
 """
@@ -19,7 +19,7 @@ from .profile import Profile, load_profile
 
 
 class _Given(Table):
-    """A pool as the user writes it."""
+    """The settings of one pool as the user writes them in YAML."""
 
     launch: int = Field(ge=1, le=4096, strict=True)  # strict: `yes` is no number
     role: Literal["prefill", "decode", "both"] = BOTH
@@ -29,7 +29,7 @@ class _Given(Table):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool: a number (`launch`) of equal engines."""
+    """A pool of `launch` equal engines with one profile and one role."""
 
     name: str
     profile: Profile
@@ -70,9 +70,10 @@ def _pool(name: str, given: _Given, profile: str, changes: Mapping[str, int | No
 
 
 def sides(roles: Sequence[str], up: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the engines that may compute prompts for others, and the engines that may write answers to such prompts.
+    """Return the engines that may take first legs (prefill), and those that may take second legs (decode).
 
-    `roles`: of all engines. `up`: the engines that run, as indices. Both lists are empty if all these have role both.
+    `roles`: the role of each engine. `up`: the numbers of the engines that run; the results are among these. Both lists
+    are empty if all running engines have the role both, since no request is split then.
     """
     if all(roles[one] == BOTH for one in up):
         return [], []
@@ -80,5 +81,8 @@ def sides(roles: Sequence[str], up: Sequence[int]) -> tuple[list[int], list[int]
 
 
 def takes_whole(roles: Sequence[str], up: Sequence[int]) -> list[int]:
-    """Return the running engines (`up`) that take whole requests: those for prefill only if there are no others."""
+    """Return the running engines that take whole requests: all but prefill engines, or these if there are no others.
+
+    `roles`: the role of each engine. `up`: the numbers of the engines that run.
+    """
     return [one for one in up if roles[one] != PREFILL] or [*up]

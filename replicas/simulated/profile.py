@@ -62,12 +62,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class RequestTime:
-    """The time of a request outside engine steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
+    """The time that a request takes outside engine steps, in milliseconds: HTTP, tokenizing, the way to the scheduler.
 
-    For a prompt of n tokens the API server works for `work + token * n`, and for `text + text_token * n` more if the
-    prompt is text, and for `busy_token * n` more if it is text and the engine computes meanwhile: on a CPU both need
-    the same cores. It works on one request after the other. `latency` delays only the request itself. All this time is
-    spent before the request's first step.
+    The API server works on one request after the other. For a prompt of n tokens it works for `work + token * n`. If
+    the prompt is text, it works for `text + text_token * n` more. If the engine computes at that time, text takes
+    another `busy_token * n`, since on a CPU both need the same cores. `latency` delays only the request itself. All
+    this time is spent before the request's first step.
     """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
@@ -85,10 +85,10 @@ class RequestTime:
 
 
 class StepDurations:
-    """The durations of an engine's steps, in seconds, with random deviations by the profile's `spread`.
+    """The durations of an engine's steps, in seconds, with random deviations as the profile's `spread` says.
 
-    A step's deviation is drawn once, however often its duration is read. `differ`: durations change from step to step
-    even while the same requests decode.
+    A step's deviation is drawn once, so its duration may be read several times before the step is taken. `differ`:
+    whether steps take different times even while the same requests decode.
     """
 
     __slots__ = ("differ", "_time", "_speedup", "_in_use", "_chance", "_drawn")
@@ -103,7 +103,10 @@ class StepDurations:
         self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
-        """Return the duration of the `step`-th step from now; other parameters as in `StepTime.seconds`."""
+        """Return the duration of a later step, in seconds; `step`: how many steps are taken before it.
+
+        The other arguments are explained at `StepTime.seconds`.
+        """
         seconds = self._time.seconds(tokens, pairs, sequences, context, self._in_use(context)) / self._speedup
         if spread := self._time.spread:
             drawn = self._drawn
@@ -113,13 +116,16 @@ class StepDurations:
         return seconds
 
     def taken(self, steps: int) -> None:
-        """Note that `steps` steps have been taken: `seconds` then counts its `step` from the step after them."""
+        """Move on by `steps` steps, which have been taken: `seconds` counts from the step after them."""
         for _ in range(min(steps, len(self._drawn))):
             self._drawn.popleft()
 
 
 class FrontEnd:
-    """The engine's HTTP front end: it delays requests on their way to the scheduler, by the caller's clock."""
+    """The engine's HTTP front end, which delays requests on their way to the scheduler.
+
+    It reads no clock: the caller says when a request arrived.
+    """
 
     __slots__ = ("_time", "_speedup", "_free")
 
@@ -127,10 +133,10 @@ class FrontEnd:
         self._time, self._speedup, self._free = profile.request, profile.speedup, 0.0
 
     def reaches_engine(self, arrived: float, tokens: int, text: bool = False, busy: bool = False) -> float:
-        """Return when a request of `tokens` prompt tokens reaches the scheduler.
+        """Return the time at which a request reaches the scheduler, by the clock of `arrived` (seconds).
 
-        The result is `arrived` if the profile has only step times. `text`: the prompt came as text, not as ids. `busy`:
-        the engine has requests running.
+        `tokens`: of the prompt. `text`: the prompt came as text, not as ids. `busy`: the engine has requests running.
+        The result is `arrived` if the profile has no times for requests.
         """
         self._free = max(arrived, self._free) + self._time.work_seconds(tokens, text, busy) / self._speedup
         return self._free + self._time.latency * 1e-3 / self._speedup
@@ -138,7 +144,10 @@ class FrontEnd:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One kind of engine; fields have the names and meanings of vLLM's flags. `speedup` divides every duration."""
+    """The properties of one kind of simulated engine. Fields that vLLM has as flags have their names and meanings.
+
+    `speedup` divides every duration.
+    """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
 
@@ -189,7 +198,10 @@ class Profile:
 
     @property
     def times_by_share(self) -> bool:
-        """Whether decode steps take longer the larger the share of the cache in use, so that more blocks help."""
+        """Whether decode steps take longer, the larger the share of the cache in use.
+
+        Then the same requests decode faster in a larger cache.
+        """
         return bool(self.step.decode_usage or self.step.decode_usage_squared)
 
     def in_use(self, context: int) -> float:
@@ -201,7 +213,10 @@ class Profile:
 
     @property
     def context_length(self) -> int:
-        """The most tokens of a prompt and its output together: max_model_len, or the cache's capacity if less."""
+        """The most tokens that a prompt and its output may have together.
+
+        It is `max_model_len`, or the cache's capacity if that is less.
+        """
         return min(self.max_model_len, (self.num_blocks - 1) // (1 + len(self.windows)) * self.block_size)
 
 

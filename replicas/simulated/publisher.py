@@ -3,9 +3,10 @@
 A batch is three frames: topic (empty), sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank].
 Events are tagged maps, as in vLLM from 0.24 on.
 
-Events about copies in host memory have the forms of vLLM's offloading connector: with `self_describing`, an event has
-the tokens and the parent of a chunk's blocks, otherwise only the key of the chunk's last block, without tokens and with
-size 0. LMCache makes a key of its own for each chunk; vLLM publishes LMCache's events among its own.
+Events about copies in host memory have the forms of vLLM's offloading connector. With its setting `self_describing`, an
+event has the keys, the tokens and the parent of a chunk's blocks. Without it, the event has only the key of the chunk's
+last block, no tokens and block size 0. LMCache makes a key of its own for each chunk; vLLM publishes LMCache's events
+among its own.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ _ODD = 0x9E3779B97F4A7C15
 class Publisher:
     """The publisher of one engine's KV events.
 
-    `host`: where to listen; port 0 takes a free one. Raises ValueError if it cannot listen. Events number the cache
-    groups; full attention has the last number.
+    `host`: where to listen. A port of 0 takes a free one. `self_describing`: events about host memory have tokens.
+    Cache groups are numbered in events, full attention last. Raises ValueError if it cannot listen.
     """
 
     def __init__(self, host: str, port: int, replay_port: int, profile: Profile, self_describing: bool = True):
@@ -115,7 +116,10 @@ class Publisher:
             yield {"type": "BlockRemoved", "block_hashes": keys, "medium": "CPU", "group_idx": group}
 
     def _stored(self, event: Stored | GroupStored, ids, adapter, adapter_id, salt) -> dict:
-        """Return the event that blocks were filled; for a further cache group, with the keys of those it keeps only."""
+        """Return the event that blocks were filled.
+
+        The event of a further cache group has the tokens of all filled blocks, but only the keys that the group keeps.
+        """
         group, kind, end = len(self._windows), "full_attention", event.start + len(event.keys)
         if type(event) is GroupStored:
             group, end = event.group, event.end
@@ -171,5 +175,5 @@ def _block_stored(keys, parent, tokens: list[int], size: int, medium: str, adapt
 
 
 def _lmcache_key(key: int) -> int:
-    """Return LMCache's key of a chunk, made from the engine's key of the chunk's last block and different from it."""
+    """Return LMCache's key of a chunk: a number made from `key`, the engine's key of the chunk's last block."""
     return (key * _ODD + 1) % (1 << 64)

@@ -66,9 +66,9 @@ def _paragraph(rng: random.Random, sentences: int) -> str:
 
 
 def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int]] | None:
-    """Return the ids of all paragraphs, whose first `context` ids differ; None if no such paragraphs are found.
+    """Return the token ids of all paragraphs, or None if no set of paragraphs with different beginnings is found.
 
-    With `context` None, paragraphs may begin alike.
+    `context`: in how many first tokens paragraphs have to differ; None: they may begin alike.
     """
     rng, made, openings = random.Random(seed), [], set()
     for number in range(PARAGRAPHS):
@@ -134,9 +134,10 @@ class Replies:
         return xxhash.xxh3_64_intdigest(prompt.tobytes(), self._seed) % PARAGRAPHS
 
     def _resume_beginning(self, prompt: array) -> int | None:
-        """Return the position of the next token if `prompt` ends with the first few tokens of its reply, else None.
+        """Return the ring position of the next token if `prompt` ends with the first few tokens of its reply.
 
-        The tokens before these determine which paragraph the reply is.
+        Else return None. Fewer than `context` tokens do not identify a paragraph. But the prompt before them determines
+        its reply, so they are compared with that reply.
         """
         for many in range(1, min(self.context, len(prompt))):
             if prompt[-many:].tobytes() in self._beginnings:
@@ -146,10 +147,11 @@ class Replies:
         return None
 
     def _resume(self, prompt: array) -> int | None:
-        """Return the position of the next token if `prompt` ends with `context` or more tokens of this text, else None.
+        """Return the ring position of the next token if `prompt` ends with part of a reply, else None.
 
-        The same tokens may occur at several positions. The right position is the one where the agreement, going back,
-        begins at a paragraph's start, as replies do; else the one with the longest agreement.
+        The part has to be at least `context` tokens long. The same tokens may occur at several positions in the ring.
+        Preferred is a position whose match, followed backwards, begins at a paragraph's start, as replies do; else the
+        one with the longest match.
         """
         best, found = (False, 0), None
         for at in self._where.get(prompt[-self.context :].tobytes(), ()):
@@ -162,7 +164,7 @@ class Replies:
         return found
 
     def walk(self, start: int, count: int) -> tuple[list[int], list[str]]:
-        """Return `count` ids, and the text of each, from position `start` in the ring on."""
+        """Return `count` token ids, and the text of each token, from position `start` in the ring on."""
         size, end = len(self.ids), start + count
         if end <= size:
             return self.ids[start:end].tolist(), self.pieces[start:end]

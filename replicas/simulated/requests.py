@@ -42,7 +42,7 @@ class Adapter(BaseModel):
 
 @dataclass(slots=True)
 class Asked:
-    """A request as parsed from the body, the same for all APIs."""
+    """A parsed request, in one form for all APIs: its prompts, limits and options."""
 
     prompts: list[list[int]]  # token ids
     max_tokens: int | None  # output tokens of each sequence; None: as many as fit
@@ -82,9 +82,10 @@ def checked(model: type[Checked], body: dict) -> Checked:
 
 
 def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bool = True, least: int = 1) -> Asked:
-    """Return the parsed request for these prompts.
+    """Return the parsed request of a body whose prompts are tokenized already.
 
-    `limit`: the name of the field that limits the output tokens. `least`: the lowest valid value of that field.
+    `limit`: the name of the field that limits the output tokens; `least`: the lowest valid value of that field. `stop`:
+    a stop string, or several. `text`: the prompts came as text.
     """
     if not all(prompts):
         raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
@@ -107,9 +108,11 @@ def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bo
 
 
 def _conversation(body: dict, tokens: Tokens, limit: str, stop: Any, translated: Callable[[dict], dict]) -> Asked:
-    """Return the parsed request of a conversation; token ids in its `kv_transfer_params` replace its messages.
+    """Return the parsed request of a conversation: a chat, or a Responses or Messages body.
 
-    `translated(body)`: returns the chat body that vLLM makes of a body of this API.
+    If the body's `kv_transfer_params` have token ids, these are the prompt, and the messages are not read. `limit`: the
+    name of the field that limits the output tokens. `translated(body)`: returns the chat body that vLLM makes of a body
+    of this API.
     """
     ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
     if ids is not None:

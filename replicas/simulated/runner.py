@@ -23,7 +23,7 @@ LAG = 1.0  # s; an engine that is further behind, as after the machine slept, do
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One output sequence of a request, with all of its tokens, which `plan` decides beforehand.
+    """One output sequence of a request. Its tokens are known before it runs, as `plan` decides all of them.
 
     `tell(generation, output)` is called whenever the engine has computed tokens of the sequence.
     """
@@ -52,7 +52,7 @@ class Generation:
         self.prompt = array("I", self.prompt)
 
     def plan(self, replies: Replies, eos: int | None, room: int) -> None:
-        """Decide all of the output: the reply, and which of the limits ends it.
+        """Decide all output tokens, and why the output ends: the reply is over, or a limit is reached.
 
         `eos`: the id of the token that ends a turn. `room`: how many tokens fit into the context after the prompt.
         """
@@ -132,7 +132,7 @@ class Runner:
             self._alarm.wake()
 
     def abort(self, generation: Generation) -> None:
-        """Drop a generation, as its client left or wants no more; nothing happens if the generation has ended."""
+        """Drop a generation whose client has left, or wants no more; do nothing if it has ended already."""
         if self._live.pop(generation.id, None) is not None:
             self.engine.abort(generation.id)
             self.metrics.ended["abort"] += 1
@@ -166,7 +166,10 @@ class Runner:
                 self._hand_out(step.outputs)
 
     def _admit(self) -> float:
-        """Add all generations to the engine that are due; return when the first of them was due (now if none is)."""
+        """Give the engine the generations that have reached the scheduler by now.
+
+        Returns the time at which the first of them reached it, or the present time if there is none.
+        """
         now = first = time.monotonic()
         while self._coming and self._coming[0][0] <= now:
             due, _, generation = heapq.heappop(self._coming)

@@ -98,7 +98,7 @@ class Server:
         return app
 
     def _tell(self, router: web.UrlDispatcher) -> None:
-        """Add the endpoints that report the engine's state, and the one that resets the prefix cache."""
+        """Add the endpoints for operators: those that report the engine's state, and the reset of the prefix cache."""
         router.add_get("/health", self._empty)
         router.add_get("/version", self._version)
         router.add_get("/load", self._server_load)
@@ -155,7 +155,7 @@ class Server:
 
     @contextlib.contextmanager
     def _under_way(self, generations: list[Generation]) -> Iterator[None]:
-        """Count a request as load (GET /load), and abort generations that have not ended at the end of the block."""
+        """Count a request as load (for GET /load) within a `with` block, and abort what has not ended at its end."""
         self._load += 1
         try:
             yield
@@ -165,7 +165,10 @@ class Server:
                 self.runner.abort(generation)
 
     async def _computed(self, generations: list[Generation]) -> Prompts | None:
-        """Compute prompts for another engine and return them; None if one ended by itself, as none may be kept then."""
+        """Compute prompts for another engine; return for each its tokens, and how many of them were found cached.
+
+        Returns None if a generation ended before its token limit, as Mooncake's connector keeps no blocks then.
+        """
         await self._finish(generations)
         kept = all(one.reason == "length" for one in generations)
         return [(len(one.prompt), one.cached) for one in generations] if kept else None
@@ -185,7 +188,10 @@ class Server:
         return self.transfers.keep(tokens, blocks, address, generation.cached)
 
     async def _hand_over(self, request: web.Request) -> web.Response:
-        """Answer another engine that fetches a prompt; with Mooncake's connector, once the prompt is computed."""
+        """Answer another engine that fetches the KV cache of a prompt.
+
+        With Mooncake's connector, this waits until the prompt is computed.
+        """
         try:
             return reply_json(await self.transfers.hand_over(request.match_info["name"], request.query.get("kind", "")))
         except NotThere:
@@ -210,9 +216,10 @@ class Server:
             raise failed()
 
     def _failure(self, asked: Asked) -> RequestError | None:
-        """Return the error with which a stream fails after its status 200, or None.
+        """Return the error that this request has to get, or None.
 
-        vLLM checks a prompt's token ids only after it has sent the status.
+        The error is injected, or a token id of the prompt is not in the vocabulary. A stream gets it after its status
+        200, as vLLM checks the ids only after it has sent the status.
         """
         if (asked.stream and self.faults.happens("error_stream")) or self.faults.strikes():
             return failed()
@@ -229,7 +236,10 @@ class Server:
         raise RequestError(f"The model `{model}` does not exist.", 404, "NotFoundError", "model")
 
     async def _read(self, request: web.Request, ask: Callable) -> tuple[dict, str | None, Asked]:
-        """Return a request's body, its adapter's name (None: the base model), and what it asks for."""
+        """Return a request's body, the name of its adapter (None: the base model), and the parsed request.
+
+        `ask`: parses a body of this endpoint's API.
+        """
         raw = await request.read()
         self._fail_on_order(request)
         body = requests.parse(raw)
@@ -265,10 +275,10 @@ class Server:
         return made
 
     async def _finish(self, generations: list[Generation], report: Callable[..., bool] | None = None) -> None:
-        """Run generations to their end.
+        """Run generations to their end, or until `report` returns True.
 
-        `report(generation, start, ended)`: called for each step's tokens of a generation; `start`: the number of the
-        first new one; `ended`: all generations have ended. If it returns True, nothing more is wanted.
+        `report(generation, start, ended)`: called when a step has computed tokens of a generation. `start`: the number
+        of the first new token; `ended`: all generations have ended. It returns True if nothing more is wanted.
         """
         done, left = asyncio.get_running_loop().create_future(), len(generations)
 
@@ -399,7 +409,10 @@ class Server:
         return web.Response()
 
     async def _held(self, request: web.Request) -> web.Response:
-        """Answer with the keys of all blocks in the GPU cache, as in KV events, to check the map of a gateway."""
+        """Answer with the keys of all blocks in the GPU cache, so that tests can check a gateway's map of them.
+
+        The keys are those that KV events have.
+        """
         return reply_json({"keys": self.runner.engine.pool.keys})
 
     async def _faults(self, request: web.Request) -> web.Response:

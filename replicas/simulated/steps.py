@@ -14,9 +14,9 @@ class EngineRequest:
     `blocks`: chained keys of the prompt's full blocks (any hashable; equal keys mean equal prefixes).
     `output_blocks(i)`: returns the key of block `i` of the whole sequence, prompt included, once output has filled the
     block; None: blocks that output fills are never cached, and cause no events.
-    `stop_tokens`: the output tokens after which the model ends by itself (None: never); the output also ends at
-    `max_tokens` and at the engine's context length.
-    `reads_cache`: False: the whole prompt is computed, and then cached.
+    `stop_tokens`: how many output tokens the model generates until it ends by itself (None: it never does). The output
+    also ends at `max_tokens` and at the engine's context length.
+    `reads_cache`: False: the prompt is computed completely, without prefix cache hits, and then cached.
     `received`: how many of the first prompt tokens another engine has computed; these are not computed again, and do
     not count as cache hits.
     `keeps`: after the request's end its blocks stay in use until `Engine.let_go`, for another engine to fetch them.
@@ -37,7 +37,7 @@ class EngineRequest:
 
 
 class Output(NamedTuple):
-    """The output tokens that one request got in a step, or since its last `Output`."""
+    """The report about one request that a step returns: its new output tokens, and whether it has ended."""
 
     id: Hashable  # of the request
     tokens: int  # output tokens since this request's last Output
@@ -57,14 +57,17 @@ class Stored(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """The key by which the block pool knows a block in a further cache group; `key`: the block's key in events."""
+    """The key of a block in the block pool if the block belongs to a cache group other than full attention.
+
+    `key`: the block's key in events.
+    """
 
     group: int
     key: Key
 
 
 class GroupStored(NamedTuple):
-    """The event that a further cache group keeps some of the blocks that a request has filled."""
+    """The event that a cache group other than full attention keeps some of the blocks that a request has filled."""
 
     request: EngineRequest
     start: int  # blocks `start` to `end` of the sequence were filled
@@ -99,7 +102,10 @@ class Step:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine's start, counted like vLLM's metrics of these names: tokens, preemptions and steps."""
+    """Totals since the engine's start, with the meanings of vLLM's metrics of the same names.
+
+    They count tokens, except for `preemptions` and `steps`.
+    """
 
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -117,10 +117,10 @@ class Tokens:
         return self.encode(self.render(body), body.get("add_special_tokens") is True)
 
     def truncated(self, ids: list[int], body: dict, outputs: bool, side: str = "left") -> list[int]:
-        """Return a prompt's ids, shortened to the body's `truncate_prompt_tokens` if it has this field.
+        """Return a prompt's ids, cut to the length in the body's field `truncate_prompt_tokens` if it is given.
 
-        Its value -1 stands for the context length, less one token if `outputs` are wanted. `side`: the end at which
-        tokens are removed unless the body says.
+        The value -1 means the engine's context length, less one token if `outputs` are wanted. `side`: the end at which
+        tokens are removed if the body does not say; "left" keeps the last tokens.
         """
         keep = body.get("truncate_prompt_tokens")
         if keep is None:
@@ -172,7 +172,11 @@ class Tokens:
         return [_tool(tool, tool["function"]) for tool in given]
 
     def _message(self, message: Any, takes_parts: bool) -> dict:
-        """Return a message as a template gets it: content as text or parts, arguments of tool calls as objects."""
+        """Return a message as a chat template expects it.
+
+        Its content is a list of parts if the template takes parts (`takes_parts`), else one text. Arguments of tool
+        calls are objects.
+        """
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError("each message must be an object with a `role`", param="messages")
         seen = {name: message[name] for name in ("role", "name", "tool_call_id") if message.get(name) is not None}
@@ -240,7 +244,10 @@ def _call(call: Any) -> dict:
 
 
 def _marked(message: dict) -> dict:
-    """Return the final message with a mark after its text, at which the rendered prompt is cut later."""
+    """Return a conversation's final message with MARK after its text.
+
+    The rendered prompt is cut at the mark (`_up_to_mark`), so that the engine continues the message.
+    """
     content = message["content"]
     if isinstance(content, str):
         return message | {"content": content + MARK}
@@ -250,10 +257,10 @@ def _marked(message: dict) -> dict:
 
 
 def _up_to_mark(text: str) -> str:
-    """Return a rendered prompt up to the mark.
+    """Return a rendered prompt up to the mark that `_marked` has added.
 
-    If the template stripped the blank at the mark's end, it would have stripped blanks after the message's text too, so
-    these are removed.
+    MARK ends with a blank. If the template stripped that blank, it would have stripped blanks at the end of the
+    message's text too, so these are removed.
     """
     at = text.rfind(MARK.rstrip())
     if at < 0:

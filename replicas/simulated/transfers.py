@@ -38,10 +38,10 @@ class NotThere(Exception):
 
 
 class Transfers:
-    """The prompts that this engine computes or keeps for other engines, by name.
+    """The prompts that this engine computes or keeps for other engines, by the name of the transfer.
 
-    `wire`: how requests say what to transfer: nixl, llm-d or mooncake; None: nothing is transferred. `kind`: stands for
-    vLLM's compatibility hash; engines exchange caches only if their kinds are equal.
+    `wire`: the protocol by which requests say what to transfer: nixl, llm-d or mooncake; None: nothing is transferred.
+    `kind`: stands for vLLM's compatibility hash; engines exchange caches only if their kinds are equal.
     """
 
     def __init__(self, wire: str | None = None, kind: str = "") -> None:
@@ -52,7 +52,7 @@ class Transfers:
 
     @property
     def open(self) -> int:
-        """The number of prompts that are kept, computed or waited for."""
+        """The number of transfers whose prompts are not yet computed, or not yet fetched by the other engine."""
         return len(self._kept)
 
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,8 @@ class Transfers:
     def keep(self, tokens: int, blocks: int, address: tuple[str, int], cached: int) -> dict[str, Any]:
         """Keep a computed prompt for another engine; return the transfer parameters for the answer.
 
-        `tokens`, `blocks`: of the prompt. `address`: of this engine. `cached`: how many tokens were found cached.
+        `tokens`, `blocks`: the prompt's length. `address`: this engine's host and port. `cached`: how many tokens of
+        the prompt were found in the cache.
         """
         name = uuid.uuid4().hex
         self._keep(name, [(tokens, cached)], LEASE)
@@ -122,9 +123,10 @@ class Transfers:
         }
 
     async def compute(self, name: str, computing: Callable[[], Awaitable[Prompts | None]]) -> None:
-        """Compute the prompts of a transfer for the engine that waits for them, or will do so.
+        """Compute the prompts of a Mooncake transfer, and keep them for the other engine.
 
-        `computing()`: computes them and returns them, or None if they must not be kept.
+        That engine may wait for them already, or ask later. `name`: of the transfer. `computing()`: computes the
+        prompts and returns them, or None if they must not be kept.
         """
         computed, kept = self._enter(name), False
         try:
@@ -177,7 +179,10 @@ def engine_id(port: int | str) -> str:
 
 
 async def _post(url: str, seconds: float | None, **sent: Any) -> tuple[int, bytes]:
-    """Send a POST within `seconds` (None: no limit); return the answer's status and body. Raises NotThere if none."""
+    """Send a POST, and return the answer's status and body. Raises NotThere if no answer comes.
+
+    `seconds`: until the answer has to be complete; None: no limit. `sent`: further arguments of aiohttp's `post`.
+    """
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(seconds)) as session,

@@ -8,7 +8,10 @@ UNFINISHED = ("in_progress", "incomplete")
 
 
 def responses(body: dict) -> dict:
-    """Return the chat body for a Responses body. If its last item is an unfinished answer, the chat continues that."""
+    """Return the chat body that vLLM makes of a Responses body.
+
+    If the last input item is an unfinished answer, the chat continues this answer.
+    """
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -30,7 +33,10 @@ def responses(body: dict) -> dict:
 
 
 def _add_item(item: dict, messages: list[dict]) -> None:
-    """Add one input item to the messages; the assistant's text, tool calls and thoughts in a row become one message."""
+    """Add one input item of a Responses body to the chat's messages.
+
+    Consecutive text, tool calls and reasoning of the assistant become one message.
+    """
     kind = item.get("type", "message")
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -48,9 +54,9 @@ def _add_item(item: dict, messages: list[dict]) -> None:
 
 
 def _of_assistant(messages: list[dict], field: str, text: str | None = None) -> dict:
-    """Return the assistant's message at the end of `messages`, with `text` (None: unchanged) in `field`.
+    """Return the assistant's message at the end of `messages`, with `text` stored in its `field` (None: unchanged).
 
-    A new message is added if the last one is not the assistant's, or if its `field` already has a text.
+    A new message is added if the last one is not the assistant's, or if its `field` has a text already.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (text is not None and last.get(field) is not None):
@@ -68,7 +74,7 @@ def _first_text(content: Any) -> str:
 
 
 def anthropic(body: dict) -> dict:
-    """Return the chat body for a Messages body; tool results become messages of their own."""
+    """Return the chat body that vLLM makes of a Messages body; tool results become messages of their own."""
     system = body.get("system")
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     first = [] if isinstance(system, str) else [{"role": "system", "content": system}]
@@ -99,7 +105,10 @@ def _system_texts(content: Any) -> list[str]:
 
 
 def _add_message(message: dict, messages: list[dict]) -> None:
-    """Add a user's or an assistant's message to `messages`; tool results in it are added before it, as messages."""
+    """Add a user's or an assistant's message of a Messages body to the chat's messages.
+
+    Tool results in a user's message become messages of their own, before it.
+    """
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise RequestError(f"`role` must be 'user', 'assistant' or 'system', not {role!r}", param="messages")

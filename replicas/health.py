@@ -1,7 +1,8 @@
 """The health of a replica: whether it can be trusted with requests, first by its traffic, then by probes.
 
-No clock is read: callers pass `now`, in monotonic seconds. Only faults of the engine count: a 4xx is the client's
-fault, and a 503 that means "full, try another" is load, so callers do not report these.
+No clock is read: callers pass `now`, in seconds of `Pulse.clock`, which stands still while this process is stalled.
+Only faults of the engine count: a 4xx is the client's fault, and a 503 that means "full, try another" is load, so
+callers do not report these.
 
 Rules, in this order, each with its verdict in capitals:
 

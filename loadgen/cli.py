@@ -1,6 +1,6 @@
 """The command `loadgen`: run, compare, simulate and plan loads, and measure engines.
 
-A flag that `vllm bench serve` has too bears the same name. A wrong flag or file ends the command with one message and
+Flags that `vllm bench serve` also has are named as there. A wrong flag or file ends the command with one message and
 exit code 2 before anything is sent; a server that cannot be reached ends it with exit code 1.
 """
 
@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
 async def act(args: argparse.Namespace, prog: str = "loadgen") -> int:
     """Run the parsed command and return its exit code.
 
-    A wrong input (exit code 2) and an unusable server or process (1) are printed as one message on standard error.
+    An error is printed as one message on standard error. The exit code is 2 for a wrong input, and 1 for a server or a
+    process that cannot be used.
     """
     try:
         return await args.act(args, _console(args))
@@ -95,7 +96,7 @@ def _console(args: argparse.Namespace) -> Console:
 class Unpadded:
     """A file wrapper that strips the blanks with which Rich pads lines to the table width.
 
-    Each call of `write` must get whole lines, as it does from Rich: blanks at the end of its text are lost.
+    Call `write` with whole lines, as Rich does. If a text ended in the middle of a line, its last blanks would be lost.
     """
 
     def __init__(self, file: IO[str]):
@@ -119,7 +120,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.
 def hitherto_plan(argv: list[str]) -> int:
     """Run `hitherto plan` with the arguments `argv`, and return the exit code.
 
-    The gateway finds this function as an entry point, because the gateway imports nothing from `loadgen`.
+    The gateway does not import `loadgen`: it finds this function through an entry point of the package.
     """
     return main(["plan", *argv], prog="hitherto")
 

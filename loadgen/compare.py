@@ -95,8 +95,9 @@ async def measure(
 ) -> None:
     """Send the load with one seed to the target at `url`, and add its report and records to `found`.
 
-    `seed`: the number of the seed, from 0. `admin`: a client of the gateway's admin API, or None for a URL of the user;
-    with it, the report's `engines` has the change of the engines' own prefix-cache counters.
+    `args.seed`: value of the seed; `seed`: its position among the seeds to run, from 0. `admin`: a client of the
+    gateway's admin API; None for a target that the user named by its URL. With a client, the report's `engines` has the
+    change of the engines' own prefix-cache counters during the run.
     """
     client = Client(url, target.headers(args), args.timeout)
     before = await engines.cache_counts(admin) if admin else {}

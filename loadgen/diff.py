@@ -47,7 +47,7 @@ def read(path: Path) -> Mapping[str, object]:
 def reports_of(figures: Mapping[str, object]) -> Reports:
     """Return the reports in the figures of one file, by target, policy or request rate.
 
-    The one report of `loadgen run` has the empty name.
+    A file of `loadgen run` has a single report, whose name is "".
     """
     if "ttft_ms" in figures:
         found = {"": figures}
@@ -99,7 +99,7 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[st
 def table(old: Report, new: Report, void: str | None = None) -> Table:
     """Return a table with a row per figure: its values in A (`old`) and B (`new`), the verdict on B, and the change.
 
-    `void`: why the two cannot be compared; no verdicts are shown then.
+    `void`: why the two reports cannot be compared, or None; verdicts are shown only if it is None.
     """
     rows = []
     for row in show.rows_of({"": new}):
@@ -116,7 +116,10 @@ def table(old: Report, new: Report, void: str | None = None) -> Table:
 
 
 def verdict_of(found: Mapping[Verdict, Sequence[str]]) -> str:
-    """Return the verdict on all figures in a sentence; `found`: phrases on the figures that changed, by verdict."""
+    """Return the verdict on all figures as a sentence with the numbers of better, worse and unchanged figures.
+
+    `found`: by verdict, a phrase for each figure with that verdict.
+    """
     worse, better = found[Verdict.WORSE], found[Verdict.BETTER]
     kind = "Mixed" if worse and better else "Worse" if worse else "Better" if better else "No difference beyond noise"
     return f"{kind}: {comparison.counted(found)}."

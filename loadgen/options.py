@@ -71,7 +71,7 @@ def attainment(text: str) -> float:
 
 
 def whole_to(most: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from 1 to `most`."""
+    """Return a function that reads a flag's text as a whole number from 1 to `most`."""
 
     def read(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:

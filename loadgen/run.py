@@ -56,7 +56,7 @@ def figures(args: argparse.Namespace, load: Run) -> dict[str, object]:
 
 
 class Measured:
-    """The reports of one target, seed by seed; `interrupted` is set once the user stopped the run."""
+    """The reports of one target, one for each seed; `interrupted` is set once the user stopped the run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -74,8 +74,8 @@ class Measured:
     ) -> None:
         """Send the load with one seed, and add its report and records to this target's.
 
-        `args.seed`: the seed; `seed`: the number of the seed, from 0. `replicas`: ids of the target's replicas where
-        they are known, so that the report also lists replicas that got no request.
+        `args.seed`: value of the seed; `seed`: its position among the seeds to run, from 0. `replicas`: ids of the
+        target's replicas where they are known, so that the report also lists replicas that got no request.
         """
         work = datasets.workload(args)
         if not seed:

@@ -100,9 +100,10 @@ class Sweep:
     steps: list[dict[str, object]]
 
     def add(self, rate: float, report: Report) -> dict[str, object]:
-        """Record the report of one rate, and return the step: rate, share of requests within the SLO, verdict, report.
+        """Record the report of one rate, and return the step, a dictionary with `rate`, `share`, `kept` and `report`.
 
-        `report`: as `summarise` makes it with the SLO's limits, so that it has `goodput`.
+        `share` is the share of the requests within the SLO, and `kept` whether this is enough. `report`: as `summarise`
+        makes it with the SLO's limits, so that it has `goodput`.
         """
         share = report["goodput"]["share"]
         step = {"rate": rate, "share": share, "kept": share >= self.attainment, "report": report}
@@ -240,6 +241,6 @@ def conclude(
 
 
 def table(sweep: Sweep) -> Grid:
-    """Return the measured curve: one row per rate, lowest first."""
+    """Return the results as a table with a row for each rate that was tried, lowest first."""
     steps = sorted(sweep.steps, key=lambda step: step["rate"])
     return show.tried(("offered /s",), [((f"{step['rate']:.4g}",), step["report"], step["kept"]) for step in steps])

@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The facts about an engine that go into its profile."""
+    """What a profile states about its engine: model, software and version, machine, and limits."""
 
     model: str
     engine: str
@@ -75,10 +75,11 @@ class Known:
 
 
 class Reply(sse.Reply):
-    """A streamed completion of `tokens` tokens; its `record` has the tokens that the engine counted.
+    """A parser of one streamed completion that also notes when each chunk arrived.
 
-    `times`: when each chunk with a choice arrived (`perf_counter`), even one without text, as for part of a character;
-    `seen`: called at each of these chunks.
+    `tokens`: the number of output tokens that were requested; `record` has the counts that the engine reported.
+    `times`: arrival times (`perf_counter`) of all chunks with a choice, including chunks without text, such as part of
+    a character. `seen`: called with this reply at each of these chunks.
     """
 
     def __init__(self, tokens: int, seen: Callable[[Reply], None] | None = None, times: list[float] | None = None):
@@ -97,10 +98,10 @@ class Reply(sse.Reply):
 
 
 class Client(client.Client):
-    """A client of the engine to measure, used as `async with Client(url) as client`.
+    """A client of the engine to measure, used as `async with Client(url) as client`. Raises BadURL.
 
-    Call `learn` before `complete`. `requests` and `prompt_tokens` count what was sent so far, `output_tokens` what was
-    asked for. For a prompt of text the engine's count of tokens is added, or none if it reports none. Raises BadURL.
+    Call `learn` before `complete`. `requests` and `prompt_tokens` count what was sent so far; `output_tokens` counts
+    what was requested. The tokens of a text prompt are counted only if the engine reports their number.
     """
 
     def __init__(self, url: str, api_key: str | None = None, seed: int | None = None):
@@ -153,10 +154,11 @@ class Client(client.Client):
         return reply
 
     async def learn(self, model: str | None) -> Known:
-        """Return what the engine reports of itself; later requests use its dialect (metric names, paths) and a model.
+        """Return the model, software, machine and limits of the engine, and prepare later requests for them.
 
-        `model`: the model to use (default: the first that the engine lists). Raises CalibrationError if the engine
-        cannot be measured.
+        Later requests name the model and use the engine's dialect (metric names, paths). `model`: name of the model, or
+        None for the first that the engine lists. Raises CalibrationError if no engine answers, if it is not ready, or
+        if it has no such model.
         """
         way = Access(self.base_url, urlsplit(self.base_url).hostname or "", headers=self.own_headers)
         try:
@@ -190,7 +192,11 @@ class Client(client.Client):
         return Known(self.model, facts.dialect.name, facts.version or "version unknown", self._machine(info), limits)
 
     def _machine(self, info: dict[str, object]) -> str:
-        """Return the engine's GPUs or CPU as `info` reports them, else this machine if the engine is local."""
+        """Return the names of the engine's GPUs, or of its CPU, as the engine reports them.
+
+        If it reports neither, the result describes this machine for a local engine, and says "unknown" for a remote
+        one. `info`: the JSON object with which the engine describes itself; {} if it exposes none.
+        """
         env = info.get("system_env")
         env = env if isinstance(env, dict) else {}
         gpus = env.get("nvidia_gpu_models")

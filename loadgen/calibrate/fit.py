@@ -1,12 +1,13 @@
 """Samples of measured times, and the coefficients of a timing profile that fit them best.
 
-A sample is a measured time, and how often each coefficient of the simulated engine's timing occurs in this time.
-Coefficients are named as in `replicas.simulated.profile`: `latency`, `work`, `token`, `text` and `text_token` belong to
-a request, the others to an engine step. A prompt of 4,096 new tokens in steps of 2,048, alone, is one `latency`, one
-`work`, 4,096 `token`, two `base`, two `prefill`, 4,096 `prefill_token` and 4,096 * 2,048 `attention`.
+A sample is one measured time with a count for each coefficient: how often the cost that the coefficient stands for
+occurs within this time. Coefficients are named as in `replicas.simulated.profile`: `latency`, `work`, `token`, `text`
+and `text_token` belong to a request, the others to an engine step. A prompt of 4,096 new tokens in steps of 2,048,
+alone, is one `latency`, one `work`, 4,096 `token`, two `base`, two `prefill`, 4,096 `prefill_token` and 4,096 * 2,048
+`attention`.
 
-The fit is by robust non-negative least squares. Errors are relative: 10 % count the same for 5 ms and for 500.
-Outliers, every tenth sample on a machine with other work, lose weight with each round (Huber). A coefficient that
+The fit is by robust non-negative least squares. Errors are relative: 10 % count the same for 5 ms and for 500. Outliers
+get less weight with each round (Huber); on a machine with other work, every tenth sample is one. A coefficient that
 occurs in no sample stays zero.
 """
 
@@ -24,7 +25,7 @@ BURST, DECODE = "burst of cached prompts", "decode step"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured time and what it consists of."""
+    """A measured time, and how often each coefficient of the timing profile occurs in it."""
 
     region: str  # kind of measurement
     seconds: float
@@ -35,7 +36,8 @@ class Sample:
 def prompt_sample(region: str, seconds: float, tokens: int, cached: int, budget: int) -> Sample:
     """Return the sample of one prompt's time to first token on an idle engine.
 
-    `tokens`: of the prompt; `cached`: those of them that the engine had cached; `budget`: its max_num_batched_tokens.
+    `region`: the kind of measurement, one of NEW, CACHED and TEXT; `tokens`: length of the prompt; `cached`: how many
+    of these tokens the engine had cached; `budget`: the engine's max_num_batched_tokens.
     """
     parts = _prefill(tokens - cached, cached, budget)
     parts |= {"latency": 1, "work": 1, "token": tokens, "base": parts["prefill"]}
@@ -43,10 +45,11 @@ def prompt_sample(region: str, seconds: float, tokens: int, cached: int, budget:
 
 
 def burst_sample(seconds: float, count: int, tokens: int, cached: int, budget: int) -> Sample:
-    """Return the sample of `count` cached prompts sent at once; `seconds`: until the last one has its first token.
+    """Return the sample of `count` cached prompts that are sent at the same time.
 
-    `tokens`, `cached`: of each prompt; `budget`: the engine's max_num_batched_tokens. The last prompt is computed from
-    the end of the step that is running when it reaches the engine, on average half a step later.
+    `seconds`: from sending until every reply has its first token; `tokens`: length of each prompt; `cached`: how many
+    of these tokens the engine had cached; `budget`: the engine's max_num_batched_tokens. The prompt that reaches the
+    engine last first waits for the running step to end, half a step on average, and is computed in the next step.
     """
     parts = _prefill(tokens - cached, cached, budget) | {"base": 1.5, "prefill": 1.5}
     return Sample(BURST, seconds, parts | {"latency": 1, "work": count, "token": count * tokens})
@@ -55,15 +58,17 @@ def burst_sample(seconds: float, count: int, tokens: int, cached: int, budget: i
 def decode_sample(seconds: float, sequences: int, context: float, spread: float | None = None) -> Sample:
     """Return the sample of one decode step, in which `sequences` requests get a token each.
 
-    `context`: tokens of all of these requests together; `spread`: as in `Sample`.
+    `context`: tokens of the prompts and replies so far, summed over these requests; `spread`: standard deviation of the
+    step's duration as a share of the duration, or None if it was not measured.
     """
     return Sample(DECODE, seconds, {"base": 1, "decode_sequence": sequences, "decode_context_token": context}, spread)
 
 
 def _prefill(new: int, before: int, budget: int) -> dict[str, float]:
-    """Return how often each coefficient occurs in computing `new` prompt tokens behind `before` cached ones.
+    """Return how often each prefill coefficient occurs in computing `new` prompt tokens behind `before` cached ones.
 
-    `budget`: tokens of a step at most. Each new token attends to all tokens before it, however the prompt is chunked.
+    `budget`: the most tokens of a step. Each new token attends to all tokens before it, so `attention` does not depend
+    on how the prompt is divided into steps.
     """
     return {"prefill": -(-new // budget), "prefill_token": new, "attention": new * (before + new / 2)}
 
@@ -90,7 +95,7 @@ FAR = 1.345
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The errors of the fit in one region, as shares of the measured times."""
+    """The errors of the fit for one kind of measurement (region), as shares of the measured times."""
 
     count: int  # of samples
     bias: float  # median of (fit - seen) / seen
@@ -113,11 +118,14 @@ class Fit:
 
     @property
     def poor(self) -> list[str]:
-        """The regions in which the fit is poor."""
+        """The regions (kinds of measurement) in which the fit has a large typical error or a large bias."""
         return [name for name, one in self.residuals.items() if one.typical > POOR or abs(one.bias) > POOR_BIAS]
 
     def seconds(self, parts: dict[str, float]) -> float:
-        """Return the seconds that the fit predicts for a sample with these `parts`."""
+        """Return the seconds that the fit predicts for a sample.
+
+        `parts`: by name, how often each coefficient occurs in the sample's time.
+        """
         return 1e-3 * sum(self.ms[name] * times for name, times in parts.items())
 
 

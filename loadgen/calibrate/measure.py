@@ -1,9 +1,9 @@
-"""The plan of a measurement, made from the engine's limits and its speed in a few probes, and the measurement itself.
+"""Plan the measurement of an engine from its limits and its speed in a few probes, and carry it out.
 
 A question is one measurement: a request, or several at once. Every round has the same questions in another order, so
 that a machine that is busier or warmer for a while does not affect only one kind. The questions' prompts grow by
-factors of two or more, up to the engine's context and a quarter of its cache. Except for small ones, a question that
-would take more than the share LONGEST of the time is left out, as many rounds are worth more than long prompts.
+factors of two or more, up to the engine's context and a quarter of its cache. A large question that would take more
+than 2 % of the total time (LONGEST) is left out, because many rounds are worth more than long prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 32  # decode steps to observe with all requests decoding
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One measurement to make."""
+    """One measurement to make: one request, or several requests at once, of a given size."""
 
     region: str  # its kind, as in `fit`
     tokens: int  # length of a prompt
@@ -38,12 +38,18 @@ class Question:
 
     @property
     def sent(self) -> np.ndarray:
-        """The numbers of requests, prompt tokens and output tokens; requests that only fill the cache are included."""
+        """The numbers of requests, prompt tokens and output tokens that this question sends, as an array of three.
+
+        Requests that only fill the cache are included.
+        """
         requests = self.count if self.region == NEW else 2 * self.count
         return np.array([requests, self.tokens * requests + self.extra, self.count * (self.output - 1) + requests])
 
     def expected(self, fit: Fit, limits: Limits) -> float:
-        """Return roughly how many seconds the question will take on an engine with these limits, as fast as `fit`."""
+        """Return roughly how many seconds this question will take.
+
+        `fit`: the engine's speed, as far as it is known; `limits`: the engine's limits.
+        """
         budget, whole = limits.max_num_batched_tokens, self.tokens + self.extra
         took = self.count * fit.seconds(prompt_sample(NEW, 0, self.tokens, 0, budget).parts)
         if self.region in (DECODE, BURST):
@@ -68,7 +74,10 @@ class Plan:
 
 
 def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
-    """Return a plan of two to ten rounds that takes about `seconds` on an engine with these limits and this `fit`."""
+    """Return a plan of two to ten rounds that takes about `seconds`.
+
+    `limits`: the engine's limits; `fit`: the engine's speed, by which the duration of each question is estimated.
+    """
     took = {question: question.expected(fit, limits) for question in _questions(limits)}
     small = {question for question in took if question.tokens <= 4 * SMALLEST and question.count <= FEW}
     affordable = {one: each for one, each in took.items() if one in small or each <= LONGEST * seconds}
@@ -77,7 +86,7 @@ def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
 
 
 def sizes(most: int, factor: int = 2) -> list[int]:
-    """Return prompt lengths that grow by `factor` from SMALLEST on, with `most` as the last one."""
+    """Return prompt lengths (tokens) that grow by `factor`, from 64 (SMALLEST) on; the last one is `most`."""
     grown = list(takewhile(lambda size: size * 1.4 < most, (SMALLEST * factor**n for n in range(40))))
     return [*grown, most]
 
@@ -115,9 +124,10 @@ class Meter:
         self.client, self.limits = client, limits
 
     async def probe(self, seconds: float) -> Fit:
-        """Return a first fit from a few prompts and replies of increasing size, after two that warm the engine up.
+        """Measure a few prompts and replies of increasing size, and return a first fit.
 
-        `seconds`: duration of the whole measurement; longer prompts are left out once they would take too much of it.
+        Two requests are sent before, to warm the engine up. `seconds`: duration of the whole measurement; longer
+        prompts are left out once they would take too much of it.
         """
         for size in (SMALLEST, 8 * SMALLEST):
             await self.client.complete(self.client.ids(size), 8)
@@ -134,9 +144,10 @@ class Meter:
     async def budget(self, found: Fit, seconds: float) -> tuple[int, str]:
         """Return the engine's max_num_batched_tokens, and in words how it was found.
 
-        The value is the length of a long prompt divided by the number of steps that computed it. Another request that
-        decodes at the time shows that number: its tokens come at longer intervals during these steps. `found`: the fit
-        so far; `seconds`: duration of the whole measurement.
+        The value is the length of a long prompt divided by the number of steps that compute it. A second request, which
+        decodes meanwhile, reveals these steps: its tokens come at longer intervals during each of them. If a single
+        step computed the prompt, a common default is assumed. `found`: the fit so far; `seconds`: duration of the whole
+        measurement.
         """
         size = SMALLEST
         while 2 * size <= self.limits.longest:
@@ -158,7 +169,8 @@ class Meter:
     async def at_once(self) -> tuple[int, str]:
         """Return the engine's max_num_seqs, and in words how it was found.
 
-        If MOST requests ran at once, a default is assumed.
+        The value is how many of 64 (MOST) requests the engine runs at the same time. If it runs all of them, a common
+        default is assumed.
         """
         asked = (self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST))
         ran = most_at_once(await _together(*asked))
@@ -172,8 +184,8 @@ class Meter:
         """Ask the questions of all rounds of the plan, and return their samples.
 
         The measurement ends early, after a complete round, if `seconds` are nearly over or, from the third round on, if
-        the times no longer change.
-        `told`: called after each round with the number of rounds and the fit; `busy`: do not wait for an idle engine.
+        the times no longer change. `told`: called after each round with the number of rounds so far and the fit to all
+        samples so far; `busy`: measure although the engine has requests of other clients.
         """
         seen: list[Sample] = []
         began, before = monotonic(), None
@@ -192,9 +204,9 @@ class Meter:
         return seen
 
     async def until_idle(self) -> None:
-        """Wait until the engine is idle, as others' requests would change the times.
+        """Wait until the engine is idle, because requests of other clients would change the measured times.
 
-        Raises CalibrationError if it is still busy after IDLE_SECONDS.
+        Raises CalibrationError if the engine still has requests after 5 s (IDLE_SECONDS).
         """
         deadline = monotonic() + IDLE_SECONDS
         while (count := await self.client.at_work()) and monotonic() < deadline:
@@ -203,10 +215,10 @@ class Meter:
             raise CalibrationError(f"{count} requests of others came to the engine: take it out of traffic")
 
     async def ask(self, question: Question) -> list[Sample]:
-        """Send the requests of one question and return its sample.
+        """Send the requests of one question and return a list of its sample.
 
-        The list is empty if the engine refuses a text or does not count its tokens, or if the requests hardly decoded
-        all at once.
+        The list is empty if the engine refuses a text prompt or does not report its length, or if there were too few
+        steps in which all requests were decoding.
         """
         client, region, size, budget = self.client, question.region, question.tokens, self.limits.max_num_batched_tokens
         if region == TEXT:
@@ -235,9 +247,9 @@ class Meter:
         return [decode_sample(seconds, question.count, context, spread(replies[0]))] if seconds else []
 
     async def _beside(self, prompt: list[int]) -> Reply:
-        """Return the reply of a request, while whose decoding another request with `prompt` is sent.
+        """Send a request, send another one with `prompt` while the first decodes, and return the first one's reply.
 
-        The other request is sent at a random moment of a step, once ten tokens of the first have come.
+        The second request is sent at a random moment of a decode step, after ten tokens of the first reply have come.
         """
         going = asyncio.get_running_loop().create_future()
         steps = 3 * STEPS + -(-len(prompt) // self.limits.max_num_batched_tokens)
@@ -253,18 +265,20 @@ class Meter:
         return (await _together(self.client.complete(self.client.ids(SMALLEST), steps, at_tenth), other()))[0]
 
     def _cached(self, reply: Reply, at_most: int) -> int:
-        """Return how many prompt tokens the engine had cached.
+        """Return how many tokens of the prompt the engine had cached.
 
-        If the engine does not report it, the full KV blocks of `at_most` tokens are assumed.
+        If the engine does not report the number, all full KV cache blocks of the first `at_most` prompt tokens count as
+        cached.
         """
         cached, block = reply.record.cached_tokens, self.limits.block_size
         return cached if cached is not None else at_most // block * block
 
 
 async def _together(*questions) -> list[Reply]:
-    """Send all requests concurrently and return their replies; if one fails, cancel the others, in the engine too.
+    """Send requests concurrently and return their replies.
 
-    Raises the CalibrationError of the request that failed first.
+    `questions`: coroutines that send one request each. If one fails, the others are cancelled, in the engine too, and
+    its CalibrationError is raised.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -277,9 +291,9 @@ async def _together(*questions) -> list[Reply]:
 def step_seconds(replies: list[Reply]) -> tuple[float, int]:
     """Return the seconds of a step while all replies decode, and how many tokens each had halfway through that time.
 
-    The seconds are 0 if the replies hardly decoded all at once. The slowest tenth of the steps is left out, as other
-    work on the machine delayed them. If the API server puts several tokens into a chunk, the gap before the chunk
-    counts as that many steps.
+    The seconds are 0 if there were too few such steps. The slowest tenth of the steps is left out, because other work
+    on the machine delayed them. If the API server puts several tokens into a chunk, the gap before the chunk counts as
+    that many steps, and no step is left out.
     """
     begin, end = max(reply.times[0] for reply in replies), min(reply.times[-1] for reply in replies)
     steps, tokens = [], 0.0
@@ -309,9 +323,9 @@ def spread(reply: Reply) -> float | None:
 def full_steps(gaps: list[float]) -> int:
     """Return in how many full steps a long prompt was computed.
 
-    `gaps`: seconds between the tokens of another request that decoded at the time. The full steps are the long gaps up
-    to the longest one: each is longer than the one before, because its tokens attend to more. A last step with the
-    remainder of the prompt is shorter and is not counted.
+    `gaps`: seconds between the tokens of another request that decoded at the same time. The full steps are the long
+    gaps up to the longest one. Each is longer than the one before, because later prompt tokens attend to more tokens. A
+    last step with the remainder of the prompt is shorter and is not counted.
     """
     usual = median(gaps)
     upto = gaps[: gaps.index(max(gaps)) + 1]
@@ -326,9 +340,10 @@ def most_at_once(replies: list[Reply]) -> int:
 
 
 def changed(seen: list[Sample], before: Fit, after: Fit) -> float:
-    """Return how much the times that two fits predict differ in the region that changed most.
+    """Return how much the predictions of two fits differ in the region (kind of measurement) that changed most.
 
-    The result is a share of the measured times, the median over the region's samples.
+    `seen`: the samples whose times both fits predict. The result is the median over the region's samples of the
+    difference as a share of the measured time.
     """
     shares: dict[str, list[float]] = {}
     for one in seen:

@@ -122,7 +122,7 @@ async def calibrate(args: argparse.Namespace, console: Console) -> str:
 
 
 async def _limits(meter: measure.Meter, found: Fit, seconds: float) -> Limits:
-    """Return the engine's limits; those that it did not report are measured as far as possible.
+    """Return the engine's limits; the scheduler's limits are measured if the engine did not report them.
 
     `found`: the fit of the probes; `seconds`: duration of the whole measurement.
     """
@@ -138,7 +138,10 @@ async def _limits(meter: measure.Meter, found: Fit, seconds: float) -> Limits:
 
 
 def _caution(result: Fit, seconds: float) -> str:
-    """Return advice on a poor fit, or "" for a good one; `seconds`: how long was measured."""
+    """Return advice on a poor fit, or "" for a good one.
+
+    `seconds`: the planned duration of the measurement; if it was short, the advice is to plan more.
+    """
     if not result.poor:
         return ""
     longer = f"give --seconds {ENOUGH_SECONDS:g}, and let" if seconds < ENOUGH_SECONDS else "measure again, and let"

@@ -1,10 +1,10 @@
 """The scenes of `loadgen demo`: engines, texts, cache sizes, and a load that suits them.
 
-SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times the speed of Dynamo's figures. The
-load is 10 requests/s of 4,000 tokens with 40-token replies, so that two cores carry engines, gateway and generator for
-about 40 s a round. In virtual time (`loadgen simulate`, 240 requests) round_robin and least_time have hit rates of 0.35
-and 0.90 (0.90 is the most possible) and a TTFT p50 of 224 and 105 ms. Neither builds up queues; with queues the demo
-would only measure saturation.
+`SIMULATED`: four engines with the step times of an 8B model on one GPU, at half (SPEED) the speed of Dynamo's figures.
+The load is 10 requests/s of 4,000 tokens with 40-token replies, so that two cores carry engines, gateway and generator
+for about 40 s a round. In virtual time (`loadgen simulate`, 240 requests) the policy round_robin has a hit rate of 0.35
+and a TTFT p50 of 224 ms. With least_time they are 0.90, the highest possible hit rate, and 105 ms. Neither policy
+builds up queues; with queues the demo would only measure saturation.
 
 `real`: two vLLM processes on the CPU with a random model of two layers. They prefill 5,300 tokens in 0.26 s, so 4
 requests/s would keep two cores half busy if nothing were cached.
@@ -31,7 +31,7 @@ class NoEngines(Failed):
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Engines, texts and load of one demo."""
+    """The setup of one demo: engines and their launch profile, texts to talk about, and the load."""
 
     engines: int
     about: str  # what is real and what is not
@@ -114,9 +114,10 @@ def cache_folder() -> Path:
 
 
 def kept_model(folder: Path) -> Path:
-    """Return the folder of the tiny model in the cache folder; on first use the model is built.
+    """Return the folder of the tiny model, which is built on first use.
 
-    It is built elsewhere and put in place by an atomic rename, so that another process never finds half a model.
+    `folder`: the cache folder, in which the model is kept. The model is built in a temporary folder and put in place by
+    an atomic rename, so that another process never finds half a model.
     """
     target = folder / "models" / "tiny-llama"
     if not target.is_dir():

@@ -34,8 +34,8 @@ def tiny_model(folder: Path, tokenizer: Path | None = None, seed: int = 0, windo
     """Write a Llama model of 2 layers with random weights to `folder`, which is created, and return the folder.
 
     `tokenizer`: folder of a tokenizer to copy; None trains a small one with a ChatML template, which takes 1 s. `seed`:
-    of the weights. `windows`: the sliding window of each layer in tokens, 0 for full attention. The model then has as
-    many layers, and all windows that are not 0 must be equal.
+    seed of the random weights. `windows`: sliding window of each layer in tokens, 0 for full attention. If it is given,
+    the model has one layer per entry instead of 2, and all entries other than 0 must be equal.
     """
     layers = len(windows) or LAYERS
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +120,9 @@ def _train_tokenizer(folder: Path) -> None:
 
 
 def _special_id(tokenizer: Tokenizer, said: str | dict | None) -> int | None:
-    """Return the id of a special token, or None; `said`: what tokenizer_config.json has for it, a text or an object."""
+    """Return the id of a special token, or None if the tokenizer has no such token.
+
+    `said`: the token as tokenizer_config.json has it: a text, an object with the text as its `content`, or None.
+    """
     text = said.get("content") if isinstance(said, dict) else said
     return tokenizer.token_to_id(text) if text else None

@@ -1,8 +1,8 @@
 """`loadgen demo` (`make demo`, `make demo-vllm`): play the same conversations under two routing policies.
 
 Gateway, tokens, block hashes, KV events and HTTP are real; the engines are simulated, or real with `--vllm` (`scenes`).
-The KV caches of all engines together hold all texts of the conversations, and that of one engine does not, so that
-routing matters.
+The KV caches of all engines together have room for all texts of the conversations. The cache of a single engine has
+not, so that routing matters.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def profile(self) -> str:
-        """The launch profile, YAML."""
+        """The launch profile of the engines, as YAML."""
         return self.scene.launch_profile(self.num_blocks)
 
 
@@ -131,9 +131,10 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
 async def play(
     console: Console, planned: Plan, requests: int, seed: int, policy: str, profile: Path, which: str
 ) -> Report:
-    """Play one round, which is the load under one policy on fresh engines, and return its report.
+    """Play one round: send the load under one policy to fresh engines, and return the report.
 
-    `profile`: file with the launch profile of the engines; `which`: the round, as in "1 of 2", for the live view.
+    `requests`: number of requests; `profile`: file with the launch profile of the engines; `which`: the round in words,
+    such as "1 of 2", for the live view.
     """
     scene = planned.scene
     with live.starting(console, policy, scene.engines) as on_progress:

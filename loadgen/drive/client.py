@@ -40,7 +40,7 @@ class BadURL(BadInput):
 
 
 def base_url(text: str) -> str:
-    """Check the base URL of a flag and return it. Raises ArgumentTypeError."""
+    """Return `text`, the value of a flag, if it is a valid base URL. Raises ArgumentTypeError if it is not."""
     try:
         Client(text).close()
     except BadURL as error:
@@ -69,9 +69,10 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def ask(self, request: bytes, reply: Reply) -> asyncio.Future[str | None]:
-        """Send `request` and feed what comes back to `reply`; return a future that ends with the reply.
+        """Send `request`, and return a future that is done when the reply is complete or has failed.
 
-        The future's result is None, or the class of an error of the connection, such as "closed" (`Record.error`).
+        Bytes that arrive are passed to `reply`. The future's result is None for a complete reply, else the class of the
+        connection's error, such as "closed" (`Record.error`).
         """
         self.reply, self.touched, self.headers = reply, False, {}
         self.parser = httptools.HttpResponseParser(self)
@@ -138,8 +139,8 @@ class Connection(asyncio.Protocol):
 class Client:
     """A client of one server; `base_url` may end in /v1 or not. Raises BadURL.
 
-    `headers`: sent with every request; `timeout`: seconds from sending a request to the end of its reply. `ask` and
-    `get` raise no exception for a server's failures: they record or return them.
+    `headers`: sent with every request; `timeout`: seconds from sending a request to the end of its reply. When a server
+    fails, no exception is raised: `ask` records the failure, and `get` returns it.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, timeout: float = 600.0):

@@ -31,7 +31,7 @@ async def replicas(admin: Client) -> list[dict[str, object]]:
 
 
 async def cache_counts(admin: Client) -> Counts:
-    """Return the prefix-cache counters of the gateway's engines by URL, without engines that have none."""
+    """Return the prefix-cache counters of the gateway's engines by URL; engines without counters are left out."""
     urls = [str(item["url"]) for item in await replicas(admin)]
     found = await asyncio.gather(*map(_read, urls))
     return {url: counts for url, counts in zip(urls, found) if counts}

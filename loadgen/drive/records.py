@@ -70,10 +70,11 @@ class Record:
 
 
 class Load:
-    """The state of a load while it is sent and its result afterwards; `report.summary.summarise` computes its figures.
+    """The state of a load while it is sent, and its result afterwards; `summary.summarise` computes its figures.
 
-    `starts`: seconds from the beginning of the run, one per conversation; `max_concurrency`: most requests in flight;
-    `users`: of a closed loop, each with one conversation at a time, or None. Times are seconds.
+    Times are seconds. `starts`: when each conversation begins, from the beginning of the run; `max_concurrency`: the
+    most requests in flight, or None for no limit; `users`: the number of users in a closed loop, each of whom has one
+    conversation at a time, or None for an open loop.
     """
 
     connections = 0  # opened in the whole run

@@ -1,8 +1,8 @@
 """Run a load: send each conversation's turns when they are due and collect the records.
 
 Open loop: conversations begin at their scheduled times. Closed loop (`users`): each user begins a conversation when the
-user's previous one has ended, so that a slow server gets fewer requests. In both, the seconds by which a request was
-sent later than due are recorded: the generator caused them, or its limit `max_concurrency`, and not the server.
+user's previous one has ended, so that a slow server gets fewer requests. In both, each record states how much later
+than due its request was sent. The generator or its limit `max_concurrency` causes this delay, and not the server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Asking:
     def body(self, messages: list[Message], turn: Turn, extra: Mapping[str, object]) -> bytes:
         """Return the JSON request body for `turn`.
 
-        `messages`: the conversation up to this turn and with its own messages; `extra`: the conversation's own fields.
+        `messages`: all messages of the conversation up to and including those of this turn; `extra`: request fields
+        that the conversation sets, such as `tools`.
         """
         said: dict[str, object] = {"model": self.model}
         contents = [message.get("content") for message in messages]
@@ -148,10 +149,10 @@ class Run(Load):
     async def _converse(
         self, group: asyncio.TaskGroup, conversation: Conversation, due: float, messages: list[Message]
     ) -> None:
-        """Send the turns of a conversation one after the other, the first one at `due`.
+        """Send the turns of a conversation one after the other; the first one is sent at time `due`.
 
-        `messages`: those before the first turn; the list is extended turn by turn. Conversations that fork off from a
-        turn begin with a copy of the messages so far and run concurrently.
+        `messages`: the messages before the first turn; those of each turn and its reply are appended to the list.
+        Conversations that fork off from a turn begin with a copy of the messages so far and run concurrently.
         """
         for number, turn in enumerate(conversation.turns):
             messages += map(self.asking.put, turn.messages)

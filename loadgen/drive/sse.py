@@ -63,7 +63,10 @@ class Reply:
                 self.data = []
 
     def end(self, now: float) -> None:
-        """Parse the rest of the body, which is complete; record an error status, or a stream that was cut off."""
+        """Finish parsing after the whole body has arrived; record an HTTP error, or a stream that was cut off.
+
+        `now`: when the end of the body arrived (seconds).
+        """
         record = self.record
         if self.streaming:
             if self.data:  # the last event lacks its empty line
@@ -98,7 +101,10 @@ class Reply:
         self._message(payload, now)
 
     def _message(self, payload: bytes, now: float) -> None:
-        """Record what one JSON message has: an error, or output and usage. It is an event's data or a whole reply."""
+        """Record the contents of one JSON message: an error, or output and usage.
+
+        `payload`: the data of an event or the body of a whole reply; `now`: when it arrived (seconds).
+        """
         record = self.record
         try:
             message = orjson.loads(payload)
@@ -114,7 +120,7 @@ class Reply:
             record.detail = f"not an OpenAI reply: {payload[:_MAX_DETAIL].decode('utf-8', 'replace')}"
 
     def _choice(self, choice: dict, now: float) -> None:
-        """Record the text of a choice, and when it came if it has output of any kind."""
+        """Record the text of a choice and, if it carries output of any kind, its arrival time `now` (seconds)."""
         record = self.record
         part = choice.get("delta") or choice.get("message") or choice
         text = part.get("content") or choice.get("text")

@@ -130,6 +130,9 @@ def free_ports(number: int) -> list[int]:
 
 
 def _absolute(named: str) -> str:
-    """Return `FILE` or `FILE:CLASS` with the file's absolute path, and any other name unchanged."""
+    """Return a policy or profile given as `FILE` or `FILE:CLASS` with the file's absolute path.
+
+    A name that is not that of an existing file is returned unchanged.
+    """
     file, colon, inside = named.partition(":")
     return f"{Path(file).resolve()}{colon}{inside}" if Path(file).is_file() else named

@@ -108,7 +108,10 @@ async def model_of(client: Client, asked: str | None) -> str:
 
 
 def asking(args: argparse.Namespace, model: str) -> Asking:
-    """Return the form that the flags give to this load's requests to `model`: endpoint, body fields, made-up tokens."""
+    """Return what the flags set for all requests of a load: endpoint, body fields, and the seed of made-up tokens.
+
+    `model`: name of the model that the requests ask for.
+    """
     completions = datasets.completions(args)
     endpoint = args.endpoint or (COMPLETIONS if completions else CHAT)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)

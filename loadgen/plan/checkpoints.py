@@ -15,7 +15,7 @@ _CONTEXT = 131_072  # tokens; the longest request of a model that is given witho
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model, as far as capacity planning needs it."""
+    """What capacity planning needs to know of a model: the shape of its KV cache and the size of its weights."""
 
     name: str
     shape: Shape
@@ -39,7 +39,8 @@ def find(name: str) -> Checkpoint:
 def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, parameters: int | None) -> Checkpoint:
     """Return a model that is described by numbers instead of files: equal layers, with a KV cache of 16-bit values.
 
-    `context`: tokens of the longest request, or None for the default.
+    `head_size`: values per head; `context`: tokens of the longest request, or None for a default of 131,072;
+    `parameters`: number of parameters, or None where unknown.
     """
     notes = () if context else (f"the longest request is taken as {_CONTEXT:,} tokens: --max-model-len says otherwise",)
     shape = Shape((Layers(layers),), kv_heads, head_size, latent=0, index=0, dtype="float16", context=context or _CONTEXT,
@@ -48,9 +49,10 @@ def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, 
 
 
 def _parameters(config: dict[str, object], weights: int | None) -> int | None:
-    """Return the number of parameters by the size of the files; None where not all weights have 16 or 32 bits.
+    """Return the number of parameters, computed from the size of the weights; None where it cannot be computed.
 
-    `weights`: bytes of all tensors, or None where unknown.
+    This is the case if the size is unknown, or if the weights are quantized and so do not all have 16 or 32 bits.
+    `config`: content of config.json; `weights`: bytes of all tensors, or None where unknown.
     """
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     if weights is None or config.get("quantization_config") or text.get("quantization_config"):
@@ -72,7 +74,10 @@ def _json(path: Path) -> dict[str, object]:
 
 
 def _weights(folder: Path) -> int | None:
-    """Return the bytes of the weights, from the index of the safetensors files or else from their sizes."""
+    """Return the bytes of the weights, or None where they are unknown.
+
+    They are read from the index of the safetensors files or, if there is no index, from the sizes of these files.
+    """
     if (folder / _INDEX).is_file():
         about = _json(folder / _INDEX).get("metadata")
         total = about.get("total_size") if isinstance(about, dict) else None

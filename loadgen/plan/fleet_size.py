@@ -107,7 +107,7 @@ def by_tokens(profile: Profile) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What all fleets that are tried have in common, and how they are judged."""
+    """The settings that all fleets of a search have in common, and the SLO by which each fleet is judged."""
 
     setting: Setting  # its profiles are replaced for each fleet
     profile: Profile  # of one replica; the size of its cache is replaced
@@ -126,7 +126,8 @@ class Fleet:
     def judged(self, size: Size, number: int, work: Workload, outcome: Outcome) -> tuple[Point, Sequence[Record]]:
         """Return the result of a fleet of `number` replicas, and the requests by which it was judged.
 
-        Raises TooShort if the load must be longer to judge it.
+        `size`: the search for which it was simulated; `outcome`: the result of playing `work` on the fleet. Raises
+        TooShort if only a longer load could judge the fleet.
         """
         whole = self._summary(outcome)
         whole_share = whole["goodput"]["share"]
@@ -166,7 +167,8 @@ def search(
 ) -> None:
     """Search for the fewest replicas with every cache size until all searches are over. Raises TooShort.
 
-    Each round tries one number of replicas per size, in up to `processes` processes; `said`: called with each result.
+    `sizes`: the searches, one per cache size, in which the results are recorded. Each round tries one number of
+    replicas per size, in up to `processes` processes. `said`: called with each result.
     """
     while asked := [(size, size.number) for size in sizes if size.number is not None]:
         outcomes: Iterator[Outcome] = played(work, [fleet.of(number, size.tokens) for size, number in asked], processes)

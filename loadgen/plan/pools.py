@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What the engines of both pools are like, prefill and decode."""
+    """The engines of a prefill and a decode pool: their timing, and the cost of moving KV caches between the pools."""
 
     profile: Profile
     transfer: Transfer  # of the KV cache of one prompt of the load
@@ -63,7 +63,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The smallest pool that suffices, or the largest that was tried if none does; and that with one replica less."""
+    """The smallest pool that suffices, and the pool with one replica less, which shows why more replicas are needed.
+
+    If no pool suffices, `pool` is the largest that was tried. `one_less` is None then, and also if one replica
+    suffices.
+    """
 
     pool: Pool
     one_less: Pool | None
@@ -86,7 +90,8 @@ def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
 def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
     """Return the mean number of requests that decode in a replica, found by iteration.
 
-    A result above `room`, the number that fits in a replica, only says that too many would be there.
+    `room`: the number that fits in a replica. The iteration stops when the mean exceeds it, so a larger result only
+    says that the replica is overloaded. The result is infinite if the iteration does not converge.
     """
     streams = 1.0
     for _ in range(_ROUNDS):
@@ -101,7 +106,8 @@ def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> f
 def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) -> float:
     """Return the mean seconds of a decode step in a replica that decodes `streams` requests.
 
-    Every prompt that arrives from a prefill replica adds the computation of its last token to one step.
+    For each prompt that arrives from a prefill replica, one step takes longer: it also computes the prompt's last
+    token.
     """
     alone = step = step_seconds(profile, streams, load.prompt + load.output / 2)
     for _ in range(_ROUNDS):
@@ -113,7 +119,10 @@ def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) 
 
 
 def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float) -> Pool:
-    """Return how a prefill pool of `replicas` replicas serves the load; `decode_step`: seconds of a decode step."""
+    """Return how a prefill pool of `replicas` replicas serves the load.
+
+    `decode_step`: seconds of a step in the decode pool, where a request still waits for its first token.
+    """
     profile = engines.profile
     service = prefill_seconds(profile, load.prompt)
     busy = load.rate * service / replicas
@@ -142,13 +151,19 @@ def waited(offered: float, servers: int, service: float, share: float) -> float:
 
 
 def _link(load: Load, engines: Engines, replicas: int) -> tuple[float | None, tuple[str, ...]]:
-    """Return the share of a replica's link that is in use (None without a link), and ("link",) if that is too much."""
+    """Return the share of a replica's network link that is in use, and the names of the limits that it exceeds.
+
+    The share is None if no link is given. The names are ("link",) if the link is full, else ().
+    """
     busy = load.rate * engines.transfer.bytes / engines.link / replicas if engines.link else None
     return busy, ("link",) if busy and busy >= 1 else ()
 
 
 def smallest(pool: Callable[[int], Pool], most: int) -> Sizing:
-    """Return the smallest `pool(replicas)` that exceeds no limit, or that of `most` replicas if each exceeds one."""
+    """Return the smallest pool that exceeds no limit, or the pool of `most` replicas if none suffices.
+
+    `pool`: returns the pool with a given number of replicas.
+    """
     before = None
     for number in range(1, most + 1):
         found = pool(number)

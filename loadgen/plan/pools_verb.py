@@ -63,7 +63,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def memory_beside(args: argparse.Namespace, weights: int) -> int:
-    """Return the bytes that each GPU has for the KV cache next to its part of `weights` bytes. Raises BadModel."""
+    """Return the bytes for the KV cache that each GPU has left beside its part of the weights. Raises BadModel.
+
+    `weights`: bytes of the weights on all GPUs together.
+    """
     return memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
 
 
@@ -80,7 +83,11 @@ class Given:
 
     @property
     def profile(self) -> Profile:
-        """The timing profile; if `memory` sets the cache's size, its decode times depend on the tokens in use."""
+        """The timing profile of the engines.
+
+        If `memory` sets the size of the KV cache, decode times depend on the tokens in use, and not on the share of the
+        cache in use.
+        """
         return by_tokens(self.own_profile) if self.memory else self.own_profile
 
     @property
@@ -175,9 +182,10 @@ def size_pools(given: Given, main: Transfer) -> tuple[Sizing, Sizing]:
 
 
 def pool_answers(given: Given, main: Transfer, prefill: Sizing, decode: Sizing) -> list[str]:
-    """Return sentences on the pools that serve the load, and why smaller ones would not, or why none does.
+    """Return sentences on the pools that serve the load, and on why smaller pools do not.
 
-    `main`: the cost of moving the KV cache of one prompt of the load.
+    If no prefill pool or no decode pool serves the load, the sentences say why. `main`: the cost of moving the KV cache
+    of one prompt of the load.
     """
     args, pools = given.args, {"prefill": prefill, "decode": decode}
     load = f"{args.rate:g} requests a second of {args.prompt_tokens:,} + {args.output_tokens:,} tokens"
@@ -213,7 +221,7 @@ def _why(pool: Pool, given: Given, main: Transfer) -> str:
 
 
 def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
-    """Return sentences on the size of a prompt's transfer and its buffer, and on its time against recomputing.
+    """Return sentences on moving a prompt's KV cache: its size, the buffer, and the seconds against recomputing it.
 
     `main`: the cost of the transfer; `step`: seconds of a decode step.
     """

@@ -33,7 +33,7 @@ class Transfer:
 
     @property
     def pays(self) -> bool | None:
-        """Whether moving is faster than recomputing; None without a link."""
+        """Whether moving the KV cache is faster than recomputing the prompt; None if no link is given."""
         return None if self.seconds is None else self.seconds < self.compute_seconds
 
 

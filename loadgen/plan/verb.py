@@ -142,10 +142,11 @@ def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
 
 
 def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str, object]:
-    """Return the size of a KV cache with this dtype, in bytes, blocks and tokens. Raises BadOption.
+    """Return the figures of a replica's KV cache: its bytes per token, and its capacity in blocks and tokens.
 
-    `context`: tokens of the longest request (None: the model's); `memory`: bytes on each GPU. Without `memory`, the
-    tokens in each GiB take the place of the capacity.
+    `space`: the layout of the cache in one dtype; `context`: tokens of the longest request, or None for the model's
+    limit; `memory`: bytes for the cache on each GPU. Without `memory`, the tokens in each GiB take the place of the
+    capacity. Raises BadOption.
     """
     context, blocks = context or space.shape.context, space.blocks(memory or GIB)
     which = f"--kv-cache-memory-bytes {memory}B" if memory else "1 GiB, as no memory is given"
@@ -242,8 +243,9 @@ def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
 def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: TooShort, console: Console) -> Workload:
     """Return the load with more requests, so that it holds its rate for longer. Raises BadOption if that cannot be.
 
-    The user cannot be told the right number instead: how long a fleet takes to reach the rate, if it ever does, is
-    known only after the load has been played.
+    `rate`: requests per second; `work`: the load that was too short; `short`: the error that says so, with an estimate
+    of the requests that are needed. The command finds the number itself, because the time that a fleet takes to reach
+    the rate is known only after a simulation.
     """
     needed = max(short.requests, 3 * work.requests // 2)
     why = (f"{work.requests:,} requests are over before their rate has been held for long enough to size a fleet by it: "
@@ -269,7 +271,7 @@ def load_in_words(args: argparse.Namespace, work: Workload) -> str:
 
 
 def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profile:
-    """Return the timing profile of the flags. Raises BadOption."""
+    """Return the timing profile that the flags name, with their context length and block size. Raises BadOption."""
     context = args.max_model_len or (checkpoint.shape.context if checkpoint else None)
     try:
         return load_profile(args.profile, max_model_len=context, block_size=args.block_size)
@@ -278,7 +280,11 @@ def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profi
 
 
 def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) -> list[int]:
-    """Return the sizes of the KV cache to try, in tokens. Raises BadOption."""
+    """Return the sizes of a replica's KV cache to try, in tokens. Raises BadOption.
+
+    Without --kv-tokens they are half, all and twice the capacity of the model's cache or, without a model, of the
+    profile's. `found`: the figures of the model's KV cache by dtype, or None.
+    """
     own, model = profile.num_blocks * profile.block_size, found and found[args.kv_cache_dtype]
     if model and args.kv_tokens is None:
         refuse((model["memory"] is None, "to plan replicas of this model its KV cache must be known: give --gpu-memory 80GiB, "
@@ -308,9 +314,9 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
 
 
 def behind(point: Point, fleet: Fleet) -> str:
-    """Return a phrase if a fleet is too small only because requests pile up, else "".
+    """Return a phrase if requests pile up in a fleet that otherwise keeps the SLO, else "".
 
-    Enough of its requests are within the SLO then.
+    Such a fleet is too small although enough requests are within the SLO, because it answers fewer than are sent.
     """
     if point.kept or point.share < fleet.attainment:
         return ""

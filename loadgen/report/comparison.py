@@ -16,9 +16,10 @@ _NAMED = 3  # changed figures that a sentence names; the table has all of them
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    """Return sentences on what is worse and better with `name` than with `base_name`, and one that counts all changes.
+    """Return sentences on the figures that are worse and better with one target than with another.
 
-    `report`, `base`: the reports of the two. If they did not answer the same requests, the only sentence says so.
+    The last sentence counts all changes. `name`, `report`: the target to judge; `base_name`, `base`: the target to
+    compare it with. If the two did not answer the same requests, the only sentence says so.
     """
     if void_because({base_name: base, name: report}):
         said = f"{name} cannot be compared with {base_name}: they did not answer the same requests"
@@ -34,7 +35,10 @@ def comparison(name: str, report: Report, base_name: str, base: Report) -> list[
 
 
 def largest(changed: Sequence[str]) -> str:
-    """Join the first few phrases on changed figures, the largest changes, and append how many more there are."""
+    """Join the first three phrases, and append how many more there are; "nothing" if there are none.
+
+    `changed`: phrases on figures that changed, largest changes first.
+    """
     more = len(changed) - _NAMED
     return "; ".join((*changed[:_NAMED], *([f"{more} more in the table"] if more > 0 else ()))) or "nothing"
 

@@ -46,7 +46,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the flags before a run. Raises BadOption."""
+    """Check, before a run, the --slo flag and that all report files can be written. Raises BadOption."""
     slo(args)
     for kind in ("json", "html", "csv"):
         check_writable(getattr(args, kind), f"--{kind}")
@@ -91,7 +91,8 @@ def write(
 ) -> None:
     """Write the files that the flags ask for: JSON of `figures`, HTML of the reports and records, CSV of the records.
 
-    `about`: for the HTML page, the `setting` and the `workload` where the reports do not have them (see `page.page`).
+    `about`: entries that the HTML page needs and the reports do not have, such as `setting` and `workload` (see
+    `page`).
     """
     write_json(args.json, figures, console)
     if args.html:

@@ -27,12 +27,12 @@ class Verdict(enum.Enum):
 
 
 def of_itself(value: float, report: Report) -> float:
-    """Return the largest difference that is noise, for a figure whose noise is proportional to its `value`."""
+    """Return the largest difference that counts as noise for most figures: a fixed share (SAME) of the `value`."""
     return SAME * abs(value)
 
 
 def of_share(value: float, report: Report) -> float:
-    """Return the largest difference that is noise, for a share of all tokens or requests."""
+    """Return the largest difference that counts as noise for a share of tokens or requests: one percentage point."""
     return SAME_SHARE
 
 
@@ -48,11 +48,11 @@ class Row(NamedTuple):
 
 
 def judged(row: Row, report: Report, base: Report) -> Verdict:
-    """Return whether one figure of `report` is better than, worse than or about the same as that of `base`.
+    """Compare one figure of `report` with that of `base`, and return the verdict on `report`.
 
-    With at least three seeds in both reports, the figures differ if their ranges over the seeds do not overlap: with
-    equal setups this happens for one pair in ten with 3 seeds each, and for one in 126 with 5. With fewer seeds, they
-    differ if the difference is above `row.least`.
+    With at least three seeds in both reports, the figures differ if their ranges over the seeds do not overlap. Two
+    equal setups look different in one of ten comparisons with 3 seeds each, and in one of 126 with 5. With fewer seeds,
+    the figures differ if the difference is above `row.least`. The verdict is NEITHER if a report lacks the figure.
     """
     new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
     if row.better is None or new is None or old is None:

@@ -28,8 +28,9 @@ def can_draw() -> bool:
 def page(reports: Reports, records: Records, about: Mapping[str, object]) -> str:
     """Return the HTML page of these reports, with plots of the requests' records; both are by target or policy.
 
-    `about`: the `setting` and the `workload` (default: those of the first report). A page of `loadgen sweep` also has
-    the `sweep`, one of `hitherto plan` the `plan`, each with the table of what was `tried`.
+    `about`: further entries by name. `setting` and `workload` say how the figures were made; their defaults are those
+    of the first report. A page of `loadgen sweep` also has `sweep`, and one of `hitherto plan` has `plan`: the figures
+    that this command writes. With either, `tried` is the table of the rates or fleets that were tried.
     """
     (name, report), *others = reports.items()
     about = {key: report.get(key) for key in ("setting", "workload")} | dict(about)
@@ -81,7 +82,10 @@ def _title(reports: Reports, about: Mapping[str, object]) -> str:
 
 
 def _replicas(reports: Reports) -> Iterator[tuple[str, Grid, bool]]:
-    """Yield a table of the replicas for each target that names them: title, a row per replica, whether it is open."""
+    """Yield (title, table, whether it is shown open) for each target whose report lists its replicas.
+
+    A table has a row per replica. It is open if there is only one report and the table is short.
+    """
     counted = ("requests", "failed", "prompt_tokens", "prefill_tokens")
     heads = ("replica", "requests", "failed", "prompt tokens", "computed", "hit rate")
     for name, report in reports.items():

@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve of `y` over `x`, with the area from `y` to `band` shaded if there is a band; unknown values are NaN."""
+    """A curve of `y` over `x`; unknown values are NaN. If there is a `band`, the area between `y` and it is shaded."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -130,9 +130,10 @@ class Plot:
 
 
 def _scale(axis, form: Callable[[float, object], str] | str, parts: list[Sequence[float]], limit: float | None) -> None:
-    """Set range, scale and tick labels of an axis, so that all values in `parts` and `limit` are on it.
+    """Set the range, the scale and the tick labels of an axis.
 
-    `form`: writes a value of the axis as text.
+    `form`: writes a value of the axis as text; an axis of milliseconds is logarithmic. `parts`: the values of each
+    curve; `limit`: a further value that must be on the axis, or None.
     """
     values = np.concatenate(parts)
     low, high = np.nanmin(values), max(np.nanmax(values), limit or 0.0)
@@ -200,8 +201,8 @@ def _hit_rate(window: Sequence[Record]) -> list[float]:
 def _over_time(figure: Callable[[list[Record]], list[float]], done: Sequence[Record]) -> Curve | None:
     """Return the curve of a figure over time, or None if it has no value in any window.
 
-    The requests are divided into consecutive windows of about equal numbers of requests. `figure`: returns a value for
-    the requests of a window, or two: the curve's and its band's.
+    `done`: the requests, which are divided into consecutive windows with about equal numbers of requests. `figure`:
+    returns, for the requests of a window, the curve's value, or the curve's and the band's.
     """
     if len(done) < 2:
         return None
@@ -217,7 +218,7 @@ def _over_time(figure: Callable[[list[Record]], list[float]], done: Sequence[Rec
 def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
     """Return the plots of latencies and of the share within the SLO, against the request rate.
 
-    `sweep`: as `Sweep.figures` makes it.
+    `sweep`: the figures that `Sweep.figures` returns.
     """
     steps = sorted(sweep["steps"], key=lambda step: step["rate"])
     rates, label = [step["rate"] for step in steps], "requests a second, offered"

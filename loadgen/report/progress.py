@@ -31,7 +31,7 @@ _MOST_ROWS = _MOST_DOTS = 16
 async def watched(run: Run, console: Console, label: str, talks: int = 0) -> list[Record]:
     """Run the load to its end while showing its progress, and return its records.
 
-    `label`: the view's heading; `talks`: the number of conversations of which it shows question and answer.
+    `label`: heading of the live view; `talks`: number of requests in flight whose question and answer are shown.
     """
     view = View(run, label, talks)
     viewer = asyncio.create_task(_redrawn(view, console) if console.is_terminal else watch_lines(view, console))
@@ -63,7 +63,7 @@ async def watch_lines(view: View, console: Console) -> None:
 class View:
     """The live view of a run; each record is counted once, so that a redraw takes time only for new records.
 
-    `label`: heading; `talks`: the number of conversations of which it shows question and answer.
+    `label`: heading; `talks`: number of requests in flight whose question and answer are shown.
     """
 
     def __init__(self, run: Run, label: str, talks: int = 0):
@@ -146,7 +146,10 @@ class View:
 
 
 def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:
-    """Return `text` on one line, cut to its beginning or its end where it is too long."""
+    """Return `mark` and `text` on one line of at most `width` columns.
+
+    If the text is too long, its beginning is shown or, with `end`, its end. `style`: a Rich style.
+    """
     cut = text[-width:][::-1] if end else text[:width]
     plain = "".join(letter if letter.isprintable() else " " for letter in cut)
     kept = (chop_cells(plain, width - cell_len(mark)) or [""])[0]

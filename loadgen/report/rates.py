@@ -16,8 +16,8 @@ REACHED = 0.8  # a run that answers less than this share of its offered rate nev
 def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tuple[float, float]:
     """Return when the load reached its offered rate and until when it held the rate, on the clock of the records.
 
-    Later turns wait for replies, so the rate is reached only once as many conversations are open as it sustains. How
-    long that takes from the first start is estimated as the 95th percentile (NEARLY_ALL) of the requests' ages, where a
+    Later turns wait for replies, so the rate is reached only once conversations end as often as new ones begin. The
+    time from the first start until then is estimated as the 95th percentile (NEARLY_ALL) of the requests' ages. A
     request's age is the time from the start of its conversation until its answer was complete. The rate is held until
     the last conversation begins. If the second value is not above the first, the rate was never reached.
     """
@@ -50,7 +50,7 @@ def rates(report: Report) -> str:
 
 
 def answered(report: Report) -> str:
-    """Return how many requests per second were answered, and why fewer than offered."""
+    """Return in words how many requests per second were answered and, if fewer than offered, why."""
     offered, answered = report["offered"]["rate"], report["request_throughput"]
     if offered is None:
         why = "all conversations began at once, so no rate was offered"

@@ -20,9 +20,10 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def _mean(values: Sequence[object]) -> object:
-    """Return the mean of numbers, of dictionaries key by key; values that are None are left out.
+    """Merge the values of one figure from several reports; None if all of them are None.
 
-    Of booleans the result is whether any is true, of other values the first one.
+    Numbers are merged to their mean, booleans to whether any is true, dictionaries key by key. Of other values the
+    first one is taken. Values that are None are left out.
     """
     known = [value for value in values if value is not None]
     if not known:
@@ -57,6 +58,6 @@ def each(report: Report, read: Callable[[Report], float | None]) -> list[float]:
 
 
 def mean(report: Report, read: Callable[[Report], float | None]) -> float | None:
-    """Return the mean over the seeds that have a value, or None."""
+    """Return the mean over the seeds of the figure that `read` takes from a report; None if no seed has it."""
     values = each(report, read)
     return sum(values) / len(values) if values else None

@@ -23,7 +23,7 @@ def share(part: float | None, whole: float | None) -> float | None:
 def percent(value: float, digits: int = 1) -> str:
     """Return a share as a percentage: `0.998` -> "99.8 %".
 
-    The result has more than `digits` digits after the point if it would otherwise read 0 or 100 % without being that.
+    `digits`: decimals. More of them are written if a share other than 0 or 1 would otherwise read as 0 % or 100 %.
     """
     exact = 100 * value
     number = f"{exact:.{digits}f}"

@@ -43,7 +43,10 @@ def count(value: int | float | None) -> str:
 
 
 def run_report(report: Report) -> RenderableType:
-    """Return the output of `loadgen run`; where nothing was answered, only what went wrong."""
+    """Return the output of `loadgen run`.
+
+    If no request was answered, it has only the first line and what went wrong.
+    """
     parts: list[RenderableType] = ["", head(report)]
     if report["completed"]:
         grid, known = latencies(report), Table(box=None, show_header=False, pad_edge=False)
@@ -121,7 +124,7 @@ _REMEDIES = {
 
 
 def troubles(report: Report) -> list[Text]:
-    """Return warnings on what affects all figures: errors, a generator that was the limit, caches that were warm."""
+    """Return warnings about what makes the figures doubtful: errors, an overloaded load generator, or warm caches."""
     found = []
     for kind, number in sorted(report["errors"].items(), key=lambda item: -item[1]):
         example = report["error_examples"][kind]

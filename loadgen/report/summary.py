@@ -110,9 +110,10 @@ def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -
 def summarise(
     run: Load, slo: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, object]:
-    """Return the report of one run: all its figures. Those whose source (usage, headers) was absent are None.
+    """Compute all figures of one run, and return them as a report.
 
-    `slo`: limits in milliseconds, as from `parse_slo`; `percentiles`: those of the latencies that tables show.
+    A figure is None if the server did not send what it is computed from, such as usage or headers. `slo`: limits in
+    milliseconds, as from `parse_slo`; `percentiles`: the percentiles of latencies that tables show.
     """
     good = [record for record in run.done if record.error is None]
     seconds = max(run.ended - run.began, 1e-9)
@@ -161,8 +162,8 @@ def cache_figures(records: Sequence[Record]) -> dict[str, object]:
     """Return how many prompt tokens the requests had, and how many of them were cached.
 
     There are two counts of cached tokens, with a hit rate each: those that engines reported, and those that a gateway
-    predicted. A hit rate covers the requests whose replies have its count. `prefill_tokens`: the prompt tokens that
-    engines had to compute, in requests whose cached tokens were reported.
+    predicted. Each hit rate covers only the requests for which its count is known. `prefill_tokens`: the prompt tokens
+    that engines had to compute, in requests whose cached tokens were reported.
     """
     told = [one for one in records if one.prompt_tokens is not None]
     reported = [(one.prompt_tokens, one.cached_tokens) for one in told if one.cached_tokens is not None]
@@ -230,7 +231,7 @@ def fair_share(report: Report) -> float | None:
 def exit_code(reports: Iterable[Report], whole: bool) -> int:
     """Return the exit code: 130 if the user stopped the command, 1 if a target answered no request, else 0.
 
-    `whole`: there is a report for every target and every seed; if not, the user stopped the command.
+    `whole`: whether there is a report for every target and every seed; if not, the user stopped the command.
     """
     reports = list(reports)
     if not whole or any(report["interrupted"] for report in reports):

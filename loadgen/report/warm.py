@@ -14,7 +14,7 @@ NOTICED = 0.1  # with a larger share of cached tokens caches were warm; a chat t
 
 
 def beginning(conversation: Conversation) -> Hashable:
-    """Return a key for the beginning of a conversation's prompts; those with different keys share no KV blocks."""
+    """Return a key for how a conversation's prompts begin; prompts with different keys share no KV cache blocks."""
     if tools := conversation.extra.get("tools"):
         return str(tools)[: 4 * _LETTERS]  # templates put tools first
     content = conversation.turns[0].messages[0].get("content")
@@ -22,11 +22,11 @@ def beginning(conversation: Conversation) -> Hashable:
 
 
 def warm(run: Load) -> dict[str, object] | None:
-    """Return how warm the caches were, or None where engines do not report cached tokens.
+    """Return how many tokens were already cached of prompts that were new in this run.
 
-    The figures cover the requests whose prompts begin like none sent before in this run, so that none of their tokens
-    should have been cached: `requests`, `prompt_tokens` and, as engines reported them, `cached_tokens`. `is_text`: the
-    prompts are the same under another seed.
+    Only the first request with each beginning of a prompt counts, because none of its tokens should have been cached.
+    The keys are `requests`, `prompt_tokens`, `cached_tokens` (as engines reported them) and `is_text`: whether the
+    prompts stay the same under another seed. Returns None if no engine reports cached tokens.
     """
     begins = {conversation.id: beginning(conversation) for conversation in run.conversations}
     firsts: dict[Hashable, Record] = {}

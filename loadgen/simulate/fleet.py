@@ -71,8 +71,8 @@ class Live:
 class Fleet:
     """A simulated fleet and its virtual clock: `send` and `at` schedule what happens, `run` makes it happen.
 
-    The arguments are fields of `Setting`; `more` has those that are not listed. `keep`: whether `result` keeps the
-    record of each request, with its block hashes.
+    `more`: further fields of `Setting`, by name; the other arguments are fields of it too, except `keep`. `keep`:
+    whether `result` keeps the record of each request, with its block hashes.
     """
 
     def __init__(
@@ -225,7 +225,12 @@ class Fleet:
             action(*args)
 
     def _arrived(self, index: int, incarnation: int, asked: EngineRequest) -> None:
-        """Queue a request at the engine of replica `index`, unless the replica was lost since `incarnation`."""
+        """Queue a request at the engine of replica `index`, unless the replica was lost after the request was sent.
+
+        `incarnation`: the replica's `Replica.incarnation` when the request was sent; another value now means that it
+        was lost. A request that is too long for the engine ends with an error; a prefill leg is routed again in one
+        piece first.
+        """
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
             return  # the replica was lost in the meantime, and the request was sent elsewhere
@@ -247,7 +252,8 @@ class Fleet:
     def _pull(self, index: int, incarnation: int, asked: EngineRequest) -> None:
         """Fetch KV blocks that replica `index` lacks from another replica's host memory, then queue the request.
 
-        The request's placement names the other replica. If that has no blocks to add, the request is queued at once.
+        The request's placement names the other replica. If this one has no further blocks, the request is queued at
+        once. `incarnation`: `Replica.incarnation` of replica `index` when the request was sent.
         """
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
@@ -267,10 +273,11 @@ class Fleet:
     def _pulled(
         self, index: int, incarnation: int, asked: EngineRequest, left: tuple[int, int, int, int], began: bool
     ) -> None:
-        """Put the KV blocks fetched from another replica into memory, unless that was lost, and queue the request.
+        """Add the KV blocks that were fetched from another replica to replica `index`, and queue the request.
 
-        `left`: the source's index and incarnation (which changes when it is lost), and the range of the blocks it sent;
-        `began`: whether there was a transfer.
+        The blocks are not added if the other replica was lost during the transfer. `incarnation`: `Replica.incarnation`
+        of replica `index` when the request was sent; `left`: the other replica's index and its `incarnation` when the
+        transfer began, and the range of the blocks; `began`: whether there was a transfer.
         """
         source, holder, start, end = left
         replica = self.replicas[index]
@@ -307,9 +314,10 @@ class Fleet:
         self._plan(index, replica)
 
     def _began(self, index: int, replica: Replica, begins: bool, planned: int) -> None:
-        """Start the engine's next step if it `begins` now; otherwise reschedule its wake-up if that has changed.
+        """Start the engine's next step, or reschedule its wake-up if the time of the wake-up has changed.
 
-        `planned`: the number of wake-up changes (`Replica.turn`) before the call that may have changed it.
+        `begins`: whether the next step begins now; `planned`: the value of `Replica.turn`, which counts changes of the
+        wake-up, before the call that may have changed it.
         """
         if begins:
             self._go_on(index, replica)
@@ -321,7 +329,11 @@ class Fleet:
             self.at(replica.wakes, self._wake, index, replica, replica.turn)
 
     def _wake(self, index: int, replica: Replica, turn: int) -> None:
-        """End the engine's planned steps, handle their outputs and begin the next step, unless this wake-up is void."""
+        """End the engine's planned steps, handle their outputs and begin the next step.
+
+        `turn`: the value of `Replica.turn` when this wake-up was scheduled. If it has changed since, the wake-up is
+        void and nothing is done.
+        """
         if turn != replica.turn:
             return  # this wake-up is void: a request arrived in the meantime, or the replica was lost
         step = replica.wake()

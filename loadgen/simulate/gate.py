@@ -58,7 +58,8 @@ class Gate:
         """Send the requests at the heads of the queues as far as there is capacity.
 
         Before that, requests that gave way to others or waited past their deadline are refused. A request past its
-        deadline is judged again instead if its class has further steps after `wait`, or if no replica is ready.
+        deadline is judged again instead if no replica is ready, or if its class has an admission step after `wait` that
+        may still send it.
         """
         self._look(now)
         admission = self.admission

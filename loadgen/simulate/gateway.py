@@ -133,9 +133,10 @@ class Gateway:
         return self.router.commit(evaluation, now)
 
     def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
-        """Return the one pair of candidate lists (prefillers, decoders) that could serve the request in two legs.
+        """Return the candidates for the two legs of a request: a list of one pair (prefillers, decoders) of lists.
 
-        Returns [] if there are no prefillers now, or if the shared prefill queue is full.
+        `tried`: replicas that were lost with this request. Returns [] if there are no prefillers now, or if the shared
+        prefill queue is full.
         """
         if not self.prefillers or (self._queue is not None and self._queue.is_full):
             return []
@@ -166,9 +167,9 @@ class Gateway:
         self.router.finish(legs.first, cached)
 
     def next_decoder(self, legs: Legs, turn: Turn, now: float, tried: tuple[int, ...]) -> bool:
-        """Choose and reserve another decoder for the decode leg; return False if none is left.
+        """Choose and reserve another decoder for the decode leg, whose reserved decoder was lost.
 
-        The one that was reserved has been lost.
+        `tried`: replicas that were lost with this request. Returns False if no decoder is left.
         """
         able = [one for one in self._able(self._decoders, turn, tried) if one is not legs.first.candidate]
         candidate = two_legs.weigh_decoder(self.router, legs.first.demand, able, now)
@@ -192,13 +193,14 @@ class Gateway:
         """Release the reservation of a request whose reply ended, and let the Router learn from it.
 
         `seconds`: from the first token to the last; `output`: tokens of the reply; `cached`: prompt tokens that the
-        engine had cached, None in two legs. No reply length is learned if admission `capped` the reply.
+        engine had cached, or None for a request in two legs. `capped`: admission has shortened the reply, so its length
+        is not learned.
         """
         per_token = seconds / (output - 1) if output > LEAST_OUTPUT else None
         self.router.finish(placement, cached, per_token, None if capped else output)
 
     def session_finished(self, session: str) -> None:
-        """Call the policy's `session_finished`, if it has that method, as the client ended this session."""
+        """Notify the policy, if it has a method `session_finished`, that the client ended this session."""
         if (tell := getattr(self.router.policy, "session_finished", None)) is not None:
             tell(session)
 
@@ -228,7 +230,8 @@ class Gateway:
     def told(self, index: int, when: float, events: Events) -> None:
         """Queue the KV events of a step of replica `index`; the map gets them `event_delay` seconds after the step.
 
-        `when`: when the step ends. At random, a batch is lost; its events then come with the replica's next batch.
+        `when`: when the step ends. A random share of the batches is lost; the events of a lost batch come with the
+        replica's next batch.
         """
         setting = self._setting
         if setting.event_loss and self._random() < setting.event_loss:

@@ -36,8 +36,9 @@ class Holders:
     def match(self, hashes: list[int], now: float, most: int | None = None) -> Match:
         """Return how many of a prompt's leading KV blocks each replica holds, and how many of those are confirmed.
 
-        `hashes`: of the prompt's blocks. KV events confirm a block; without them it is predicted, by a prompt that was
-        just sent to the replica or by the model of the replica's cache. `most`: not used; `CacheMap.match` has it.
+        A block is confirmed by KV events. Otherwise it is predicted, because a prompt with it was just sent to the
+        replica, or by the model of the replica's cache. `hashes`: hashes of the prompt's blocks; `most`: not used, but
+        a parameter of `CacheMap.match`.
         """
         if self._models:
             return Match([model.reach(hashes) for model in self._models], self._none, {})
@@ -50,9 +51,10 @@ class Holders:
         return Match(held, confirmed, self._in_lower_tiers(hashes, held) if self._lower else {})
 
     def _in_lower_tiers(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
-        """Return by replica the runs of blocks in slower tiers that directly follow its first `held` blocks.
+        """Return by replica the runs of a prompt's blocks in slower memory tiers, such as host memory.
 
-        A run is (tier, number of blocks); the runs are in the order of the prompt.
+        `held`: by replica, how many leading blocks it holds on the GPU; its runs begin right after them. A run is
+        (tier, number of blocks). A replica without runs is left out.
         """
         lower = {}
         for replica, start in enumerate(held):
@@ -63,9 +65,10 @@ class Holders:
         return lower
 
     def last_below(self, replica: int, hashes: list[int], held: int) -> int | None:
-        """Return 0 if a slower tier of the replica has the prompt's last block, else None.
+        """Return how many tokens the engine leaves out when it counts a prompt's last block as found in a slower tier.
 
-        As in `CacheMap.last_below`, this is how many tokens of the block the engine does not report as found there.
+        Simulated engines leave out none, so the result is 0, or None if no slower tier of the replica has the block.
+        `held`: not used, but a parameter of `CacheMap.last_below`.
         """
         return 0 if any(hashes[-1] in blocks[replica] for blocks in self._lower.values()) else None
 
@@ -105,8 +108,8 @@ class Holders:
     def _further(self, replica: int, hashes: list[int], known: int, reach: int) -> int:
         """Return how many leading blocks the replica is predicted to hold, with the confirmed blocks that follow them.
 
-        `known`: how many leading blocks are confirmed; `reach`: how many are predicted. As in `CacheMap`, no confirmed
-        block is added from the prompt's first block on that no replica is confirmed to hold.
+        `known`: how many leading blocks are confirmed; `reach`: how many are predicted. As in `CacheMap`, following
+        blocks count only up to the prompt's first block that no replica is confirmed to hold.
         """
         if known < reach < len(hashes) and self._holders.get(hashes[reach], 0) >> replica & 1:
             leading = next((place for place, block in enumerate(hashes) if block not in self._holders), len(hashes))
@@ -117,8 +120,9 @@ class Holders:
     def expect(self, replica: int, hashes: list[int], now: float) -> int:
         """Predict that a replica will hold the blocks of a prompt that was just sent to it.
 
-        Returns the number of the prediction, for `take_back`. The number is 0 if no prediction was needed: a model of
-        the cache has the prompt, or the last call of `match`, for this very list, found all of its blocks confirmed.
+        Returns the number of the prediction, with which `take_back` withdraws it. The number is 0 if no prediction is
+        needed: because a model of the cache now has the prompt, or because the last call of `match` got this same list
+        and found all of its blocks confirmed.
         """
         last, confirmed = self._last
         if self._models:
@@ -128,9 +132,10 @@ class Holders:
         return 0
 
     def take_back(self, replica: int, hashes: list[int], held: int, number: int) -> None:
-        """Withdraw the prediction that `expect` numbered, as the replica did not compute the prompt.
+        """Withdraw a prediction of `expect`, because the replica did not compute the prompt.
 
-        `held`: how many of the prompt's blocks the replica held before.
+        `number`: the number of the prediction, as `expect` returned it; `held`: how many of the prompt's blocks the
+        replica held before.
         """
         if self._models:
             self._models[replica].take_back(hashes, held)
@@ -146,7 +151,10 @@ class Holders:
             self._models[replica].learn(predicted, reported)
 
     def store(self, replica: int, blocks: list[int], tier: str = "gpu") -> None:
-        """Add blocks that a replica has stored in a tier, by its KV event; a block stored again has one more copy."""
+        """Add blocks that a replica has stored in a memory tier, as its KV event says.
+
+        On the GPU, a block that is stored again has one more copy.
+        """
         if tier != "gpu":
             if tier not in self._lower:
                 self._lower[tier] = [set() for _ in self._none]
@@ -165,7 +173,10 @@ class Holders:
                 holders[block] = having | bit
 
     def remove(self, replica: int, blocks: list[int], tier: str = "gpu") -> None:
-        """Remove blocks, or one copy of each, that a replica has dropped from a tier, by its KV event."""
+        """Remove blocks that a replica has dropped from a memory tier, as its KV event says.
+
+        If a block has several copies on the GPU, one of them is removed.
+        """
         if tier != "gpu":
             if tier in self._lower:
                 self._lower[tier][replica].difference_update(blocks)
@@ -194,7 +205,10 @@ class Holders:
 
 
 def _fewer(copies: dict[int, int], block: int) -> bool:
-    """Count one copy of a block less, of those beyond the first; return False if there is no further copy."""
+    """Remove one of a block's extra copies; return False if it has none.
+
+    `copies`: by block, how many copies a replica has beyond the first.
+    """
     if not (beyond := copies.pop(block, 0)):
         return False
     if beyond > 1:

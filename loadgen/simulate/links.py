@@ -42,8 +42,9 @@ class Links:
     def begin(self, prefiller: int, decoder: int, tokens: int, size: float, now: float, kept_at: float) -> float | None:
         """Transfer the KV cache of `tokens` tokens between two engines, and return when it will have arrived.
 
-        `prefiller`, `decoder`: indices of the sender and the receiver; `size`: bytes of a token; `now`: when the
-        decoder asks. Returns None if the prefiller's lease, which began at `kept_at`, ends before both cards are free.
+        `prefiller`, `decoder`: indices of the sender and the receiver; `size`: bytes of KV cache per token; `now`: when
+        the decoder asks for it. Returns None if the prefiller's lease, which began at `kept_at`, ends before the
+        network cards of both engines are free.
         """
         begins = max(now, self._sends.get(prefiller, 0.0), self._receives.get(decoder, 0.0))
         if begins > kept_at + self.network.lease:

@@ -38,9 +38,10 @@ class Said(NamedTuple):
 class Prompts:
     """A maker of the prompts of a load, as KV block hashes.
 
-    `salt`, `vocabulary`: seed and upper bound of made-up token ids. `engine_replies`: engines reply what the load's
-    file has, so that the next prompt of the conversation finds the reply in the cache. Otherwise an engine replies with
-    `max_tokens` other tokens, and the next prompt has the file's reply, as in `loadgen run`.
+    `salt`, `vocabulary`: seed and upper bound of made-up token ids. With `engine_replies`, engines give the replies
+    that the load's file has, so that the next prompt of a conversation finds the reply in the cache. Without it, a
+    reply in the file becomes part of the next prompt although the engine replied with `max_tokens` other tokens, as in
+    `loadgen run`.
     """
 
     def __init__(self, block_size: int, salt: int, vocabulary: int, engine_replies: bool = False) -> None:
@@ -54,7 +55,7 @@ class Prompts:
     def ask(self, said: Said, turn: Asked, extra: dict[str, object], goes_on: bool = True) -> tuple[Said, Turn]:
         """Return the conversation `said` with the messages of this turn added, and the request for the turn's reply.
 
-        `extra`: further fields of the request, such as `tools`; `goes_on`: a later prompt contains the reply.
+        `extra`: further fields of the request, such as `tools`; `goes_on`: whether a later prompt contains the reply.
         """
         text = any(not isinstance(message.get("content"), tuple) for message in turn.messages)
         said = self._with(said, turn, text, extra)
@@ -79,7 +80,10 @@ class Prompts:
         return self._more(said, self._tokens(spans))
 
     def says(self, turn: Asked) -> bool:
-        """Return whether the conversation goes on with the engine's own reply, not with the file's."""
+        """Return whether the next prompt has the engine's own reply to this turn.
+
+        It does with `engine_replies`, and where the load's file has no reply. Otherwise it has the file's reply.
+        """
         return self._engine_replies or turn.reply is None
 
     def answer(self, said: Said, turn: Asked) -> Said:
@@ -117,7 +121,7 @@ class Prompts:
 
 
 class _Model:
-    """The bundled model's chat template and tokenizer; loading takes a second, so only loads of text do it."""
+    """The bundled model's chat template and tokenizer, used only for loads of text, because loading takes a second."""
 
     def __init__(self) -> None:
         try:
@@ -131,7 +135,7 @@ class _Model:
     def ids(self, messages: list[Message], first: bool, extra: dict[str, object]) -> np.ndarray:
         """Return the token ids that these messages add to a prompt.
 
-        `first`: the prompt begins with them, so that its start token and the tools of `extra` are included.
+        `first`: whether the prompt begins with them; only then are the start token and the `tools` of `extra` included.
         """
         return self._render(messages, tools=extra.get("tools")) if first else self._render(messages)[1:]
 

@@ -51,9 +51,9 @@ class Replica:
         return self.wakes is None
 
     def let_go(self, request: int, now: float) -> bool:
-        """Free the KV cache that is kept for another engine after request `request` ended here.
+        """Free the KV cache of a request that ended here, which was kept for another engine to fetch.
 
-        Returns whether a step begins now because of that.
+        `request`: id of the request. Returns whether the engine, which was idle, begins a step now.
         """
         self._stop_after_step(now)
         return self.engine.let_go(request) and self.wakes is None
@@ -70,7 +70,10 @@ class Replica:
             self._wake_at(self._ends[0])
 
     def wake(self) -> Step | None:
-        """End all planned steps, and return the first, which alone can have outputs; None if it cannot have any."""
+        """End all planned steps, and return the first of them; no later one has outputs.
+
+        Returns None if the first step has no outputs either, because it only gave each decoding request a token.
+        """
         if len(self._ends) > 1:
             self.engine.leap(len(self._ends) - 1)
         self._note(self._ends)
@@ -87,7 +90,10 @@ class Replica:
         return [after - before for before, after in pairwise(ends)]
 
     def _note(self, ends: list[float]) -> None:
-        """Add the times at which steps ended to the log, without the first if it is the log's last one."""
+        """Append the end times of steps to the log, if the replica keeps one.
+
+        The first time is skipped if it is already the last one in the log.
+        """
         log = self._log
         if log is not None and ends:
             log += ends[1:] if log and ends[0] == log[-1] else ends
@@ -95,7 +101,8 @@ class Replica:
     def go_on(self, now: float) -> Step | None:
         """Begin the next step and plan the steps after it, as far as their ends are known.
 
-        Returns the step that begins if it may have changed the cache, else None, also where the engine becomes idle.
+        Returns the step that begins. Returns None if this step cannot change the cache, because it only gives each
+        decoding request a token, or if the engine becomes idle.
         """
         engine = self.engine
         if ahead := engine.ahead(now):

@@ -74,7 +74,8 @@ class _Player:
     def _converse(self, conversation: Conversation, number: int, said: Said, then: Callable[[], None] | None) -> None:
         """Send turn `number` of a conversation, or queue it while `max_concurrency` requests are in flight.
 
-        `said`: the conversation before this turn; `then`: called when the conversation is over, forks aside.
+        `said`: the conversation before this turn; `then`: called when the conversation is over, even if its forks are
+        not.
         """
         due = self.fleet.now
         if self.room == 0:
@@ -132,7 +133,7 @@ class _Player:
 
 
 def _told(record: Record, conversation: str, number: int, due: float, fleet: Fleet) -> records.Record:
-    """Return a simulated request's record in the form of a live run: what a client of the gateway would have seen."""
+    """Convert a simulated request's record to the form of a live run: what a client of the gateway would have seen."""
     answered = record.error is None
     return records.Record(
         conversation,

@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def admitting(self) -> Callable[[Any], Admission] | None:
-        """A function that makes a gateway's admission, or None without admission."""
+        """A function that makes the admission of a simulated gateway; None if requests are sent without admission."""
         if not isinstance(self.admission, str):
             return self.admission
         classes, rules = Classes((QosClass("default", slo=self.slo),)), Rules((self.admission,))

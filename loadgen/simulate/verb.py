@@ -129,7 +129,7 @@ def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]
 
 
 def settings(args: argparse.Namespace) -> dict[str, Setting]:
-    """Return the fleet's setting by policy; the settings differ in nothing else. Raises BadOption."""
+    """Return a fleet's setting for each policy, by name; they differ in the policy alone. Raises BadOption."""
     engines, roles = fleet_of(args)
     beyond = [outage.replica for outage in args.outage if outage.replica >= len(engines)]
     oracles = [name for name in args.policies if name.startswith("oracle")]
@@ -232,9 +232,9 @@ def report_of(args: argparse.Namespace, fleet: Setting, outcome: Outcome) -> Rep
 
 @contextmanager
 def interruptible(console: Console) -> Iterator[None]:
-    """Make Ctrl-C end the block at once, and go on after it.
+    """End the block at once on Ctrl-C, and continue after it.
 
-    The event loop's own handling would wait for the simulation to end, as a simulation never yields to the loop.
+    The event loop's own handling would wait for the simulation to end, because a simulation never yields to the loop.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -246,7 +246,10 @@ def interruptible(console: Console) -> Iterator[None]:
 
 
 def played(work: Workload, fleets: Sequence[Setting], processes: int):
-    """Play the workload on each fleet, in up to `processes` processes at once, and yield the outcomes in order."""
+    """Play the workload on each fleet, and yield the outcomes in the order of `fleets`.
+
+    Up to `processes` processes play at once.
+    """
     if min(processes, len(fleets)) < 2:
         yield from (simulate(work, fleet) for fleet in fleets)
         return

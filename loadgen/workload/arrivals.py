@@ -45,9 +45,9 @@ def conversation_starts(
 ) -> list[float]:
     """Return start times (seconds) for conversations with the given numbers of turns; the first begins at 0.
 
-    `request_rate`: requests per second, as in `vllm bench serve`. Later turns wait for replies, so only the starts of
-    conversations are drawn at random, `request_rate` / mean turns of them per second. `ramp`: a changing request rate
-    to use instead.
+    `request_rate`: requests per second, as in `vllm bench serve`. Later turns wait for replies, so only conversations
+    are started at random times: `request_rate` divided by the mean number of turns, per second. `ramp`: a changing
+    request rate to use instead.
     """
     at, starts, all_turns = 0.0, [], sum(turns)
     for index in range(len(turns)):

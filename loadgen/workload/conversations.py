@@ -56,7 +56,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation; `requests` also counts the requests of the conversations that fork off from its turns."""
+    """A conversation: its turns, and fields that are sent with each of its requests.
+
+    `requests` counts its requests and those of the conversations that fork off from its turns.
+    """
 
     id: str
     turns: list[Turn]
@@ -82,7 +85,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The load that start times offer to a server, however fast the server answers."""
+    """The load that a schedule offers to a server, however fast the server answers: its rate, duration and pauses."""
 
     rate: float | None  # requests per second; None: all begin at once, or closed loop
     seconds: float  # from the first start to the last
@@ -93,7 +96,7 @@ class Offer:
 def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Offer:
     """Return the load that these start times offer.
 
-    The rate is computed from the gaps between the starts, so a single start has none.
+    The rate is computed from the gaps between the starts, so it is None if there is only one start.
     """
     requests = sum(conversation.requests for conversation in conversations)
     long = starts[-1] - starts[0] if starts else 0.0
@@ -118,7 +121,7 @@ def at_rate(work: Workload, rate: float) -> Workload:
 def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
     """Yield the seconds between a reply and each request that waits for it: later turns and forks.
 
-    `first`: the conversation's first turn waits for no reply.
+    `first`: whether the conversation's first turn waits for no reply, because the conversation is no fork.
     """
     for turn in conversation.turns:
         if not first:

@@ -51,9 +51,10 @@ def _reader(shape: SimpleNamespace) -> Reader:
 def _trace(
     read: Callable[[Reader, SimpleNamespace], Iterator[traces.Timed]], **units: float
 ) -> Callable[..., Workload]:
-    """Return the load that replays a trace of some format.
+    """Return the load that replays traces of one format.
 
-    `read`: yields the trace's requests with their times; `units`: the flags of this format alone, with their defaults.
+    `read`: yields the trace's requests with their times; `units`: the flags that only this format has, with their
+    defaults.
     """
 
     @shaped(dataset_path=_NEEDED, **units, output_len=None, bad_lines="stop", trace_start=0.0, trace_seconds=math.inf, trace_speed=1.0,
@@ -107,7 +108,10 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
 
 
 def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return a copy of the flags for each of the `seeds` seeds, in which `seed` is that seed."""
+    """Return a copy of the flags for each seed of the load, in which the flag `seed` has its value.
+
+    There are `args.seeds` seeds, which count up from `args.seed`.
+    """
     return [argparse.Namespace(**{**vars(args), "seed": args.seed + number}) for number in range(args.seeds)]
 
 
@@ -192,7 +196,10 @@ def _naming_the_flag(args: argparse.Namespace) -> Iterator[None]:
 
 
 def shape(args: argparse.Namespace) -> dict[str, object]:
-    """Return those given flags that shape the load, by name. Raises BadOption if the load does not take one of them."""
+    """Return, by name, the flags that the user gave and that shape the load. Raises BadOption.
+
+    It raises if the load does not take one of them, or if the load needs a file and none is given.
+    """
     name = dataset(args)
     takes = _TAKES[name]
     given = {key: value for key in _SHAPE if (value := getattr(args, key)) is not None}
@@ -222,7 +229,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def completions(args: argparse.Namespace) -> bool:
-    """Return whether requests go to /v1/completions: as --backend says, else if the load has no text but token ids."""
+    """Return whether requests go to /v1/completions.
+
+    The flag --backend decides; without it, loads of made-up tokens do, and loads of text do not.
+    """
     return dataset(args) not in _TEXTS if args.backend is None else args.backend != "openai-chat"
 
 
@@ -232,7 +242,7 @@ def has_times(args: argparse.Namespace) -> bool:
 
 
 def is_a_file(args: argparse.Namespace) -> bool:
-    """Return whether the requests come from a file, so that more of them would repeat it."""
+    """Return whether the requests come from a file, which bounds how many different requests there are."""
     return dataset(args) in _TRACES | _FILES
 
 

@@ -47,9 +47,10 @@ def documents(path: Path | None, number: int, length: int) -> list[Document]:
 
 
 def stdlib_documents(count: int, length: int) -> list[Document]:
-    """Return the documentation of the first `count` usable modules of MODULES, up to `length` characters of each.
+    """Return documents from the docstrings of the standard library, one each of the first `count` usable modules.
 
-    Raises BadWorkload if no module is usable, as in a Python whose sources or docstrings were removed.
+    Modules are taken in the order of the list MODULES, with up to `length` characters of each. Raises BadWorkload if
+    none is usable, as in a Python whose sources or docstrings were removed.
     """
     documents = list(islice(filter(None, (_module_document(module, length) for module in MODULES)), count))
     if not documents:

@@ -28,7 +28,10 @@ class BadLine(ValueError):
 
 @dataclass(slots=True)
 class Reader:
-    """A reader of one file of entries (.gz too); it raises BadWorkload for a bad entry unless it `skip`s them."""
+    """A reader of one file of entries, which may be compressed (.gz).
+
+    For a bad entry it raises BadWorkload or, with `skip`, leaves the entry out and counts it.
+    """
 
     path: Path
     skip: bool = False  # leave bad entries out and count them
@@ -39,7 +42,7 @@ class Reader:
     def rows(self, parse: Callable[[bytes, int], object]) -> Iterator:
         """Yield `parse(line, number)` for each line that is not blank, except results that are None.
 
-        `parse` raises BadLine for a bad line; the line's number counts from 1.
+        `parse` raises BadLine for a bad line; `number` is the line's, from 1.
         """
         return self._parsed("line", lambda file: map(bytes.strip, file), parse)
 
@@ -72,9 +75,10 @@ class Reader:
             raise BadWorkload(f"{self.path}: {error.strerror}; name {FILES}") from None
 
     def _parsed(self, kind: str, split: Callable[[IO[bytes]], Iterable], parse: Callable) -> Iterator:
-        """Yield what `parse` makes of the entries into which `split` divides the file, and report bad ones.
+        """Divide the file into entries, and yield what `parse` returns for each, except None; report bad entries.
 
-        `kind`: what error messages call an entry.
+        `split`: yields the entries of an open file; `parse`: called with an entry and its number, from 1, and raises
+        BadLine for a bad one; `kind`: what error messages call an entry.
         """
         number = 0
         with self._open() as file:

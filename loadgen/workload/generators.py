@@ -67,7 +67,7 @@ class _Maker:
         return min(16 * mean, mean * math.exp(self.rng.gauss(-sigma * sigma / 2, sigma))) if mean else 0.0
 
     def talk(self, opening: list[Message], turns: int, think: float = 0.0) -> list[Turn]:
-        """Return turns that each add a question and have a reply; the first also begins with `opening`.
+        """Return `turns` turns, each with a question and its reply; the first also has the messages `opening` in front.
 
         `think`: mean seconds between a reply and the next turn.
         """

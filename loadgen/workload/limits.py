@@ -19,11 +19,10 @@ _LEAST = 64  # least `max_tokens` of clients that know roughly how long their re
 def set_limits(conversations: Sequence[Conversation], clients: str, seed: int) -> None:
     """Set the `limit` of every turn: the `max_tokens` that its client sends.
 
-    A conversation with its forks is one client.
-
-    `clients`: "exact" (each reply's length), "none" (not sent) or "mixed". In a mix, a third of the clients sends none,
-    a third a round number that no reply exceeds, and a third the next power of two that the longest reply of its own
-    conversation does not exceed, like a client that knows its kind of replies.
+    `clients`: "exact" (the length of each reply), "none" (not sent) or "mixed". A conversation with its forks is one
+    client. With "mixed", a third of the clients sends no limit. Another third sends a large round number that no reply
+    exceeds. The last third knows roughly how long its replies are: it sends the least power of two, from 64 on, that no
+    reply of its own conversation exceeds. `seed`: decides which client is of which kind.
     """
     rng = random.Random(f"max_tokens {seed}")  # of its own, so that the load is the same for all `clients`
     top = _above(max((turn.max_tokens for turn in _turns(conversations)), default=1), ROUND)

@@ -27,10 +27,9 @@ _ID, _PLACE, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
 
 def token_ids(spans: Iterable[Span], salt: int = 0, vocabulary: int = VOCABULARY) -> np.ndarray:
-    """Return the token ids of the spans as one array (uint32).
+    """Return the token ids of the spans as one array (uint32). 12,000 tokens in 24 blocks take 0.15 ms.
 
-    `vocabulary`: ids are below this. Another `salt` gives other tokens, of which prompts share the same parts. 12,000
-    tokens in 24 blocks take 0.15 ms.
+    `vocabulary`: upper bound of the ids. With another `salt` all tokens differ, but prompts still share the same parts.
     """
     ids, lengths = [], []
     for span in spans:

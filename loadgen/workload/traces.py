@@ -61,9 +61,9 @@ def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) 
     """Yield the requests, with their times, of JSONL lines with hash ids, as in Mooncake's and Bailian's traces.
 
     A line has `timestamp` (in units of `unit` seconds), `input_length`, `output_length` and `hash_ids`, each of which
-    stands for `block` tokens. A partial last block may have a hash id or none; blocks without one are not shared.
-    Each request becomes a conversation of one turn; those of one chat (`chat_id`, `parent_chat_id`) all have the chat
-    id of its first request. `output_len`: tokens of every reply, instead of the trace's.
+    stands for `block` tokens. A partial last block may have a hash id or none; blocks without one are not shared. Each
+    request becomes a conversation of one turn. If lines have `chat_id` and `parent_chat_id`, all requests of a chat
+    have the chat id of its first request. `output_len`: tokens of every reply, instead of the trace's.
     """
     roots: dict[str, str] = {}
 
@@ -80,9 +80,10 @@ def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) 
 
 
 def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
-    """Return an id for each block of a prompt of `length` tokens: the trace's `ids`, and unique ones where it has none.
+    """Return an id for each block of a prompt: the trace's `ids`, and unique ids for blocks that have none.
 
-    `number`: the line's. Raises BadLine if the number of ids does not fit the length.
+    `length`: tokens of the prompt; `block`: tokens of a block; `number`: number of the line, from which unique ids are
+    made. Raises BadLine if the number of ids does not fit the length.
     """
     whole, rest = divmod(length, block)
     if not ids:
@@ -167,7 +168,10 @@ def replay(
 
 
 def _coarse(times: list[float]) -> list[str]:
-    """Return advice, in a list, if most requests share their time with others because the trace's clock is coarse."""
+    """Return advice, in a list, if the trace's clock is so coarse that most requests have the same time as others.
+
+    `times`: seconds at which the requests were sent, by the trace. The list is empty if the clock is fine enough.
+    """
     distinct = sorted(set(times))
     if len(distinct) * 3 > len(times) or len(distinct) < 2:
         return []

@@ -154,11 +154,11 @@ class Client(client.Client):
         return reply
 
     async def learn(self, model: str | None) -> Known:
-        """Return the model, software, machine and limits of the engine, and prepare later requests for them.
+        """Find out the engine's model, software, machine and limits, and return them.
 
-        Later requests name the model and use the engine's dialect (metric names, paths). `model`: name of the model, or
-        None for the first that the engine lists. Raises CalibrationError if no engine answers, if it is not ready, or
-        if it has no such model.
+        Later requests are for this model and use the engine's dialect (metric names, paths). `model`: name of the
+        model, or None for the first that the engine lists. Raises CalibrationError if no engine answers, if it is not
+        ready, if it does not have the model, or if `model` is None and it lists none.
         """
         way = Access(self.base_url, urlsplit(self.base_url).hostname or "", headers=self.own_headers)
         try:

@@ -33,7 +33,10 @@ _UNITS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
 class Latency(NamedTuple):
-    """A latency of reports, tables and plots; a report has its mean and percentiles under `key` + "_ms"."""
+    """A kind of latency, such as TTFT, in reports, tables and plots.
+
+    A report has its mean and percentiles under `key` + "_ms".
+    """
 
     name: str
     key: str

@@ -145,7 +145,8 @@ class Holders:
     def learn(self, replica: int, hashes: list[int], predicted: int, reported: int) -> None:
         """Correct the model of a replica's cache, if there is one, by the outcome of a prompt.
 
-        `predicted`, `reported`: blocks of the prompt that the map predicted, and the engine reported, as cached.
+        `predicted`: blocks of the prompt that the map predicted as cached; `reported`: those that the engine reported
+        as cached.
         """
         if self._models:
             self._models[replica].learn(predicted, reported)

@@ -49,10 +49,10 @@ def make(name: str, seed: int, truth: Truth | None) -> policies.Policy:
 
 
 def make_legs(text: str) -> tuple[LegRule, PrefillQueue | None]:
-    """Return the rule that decides which requests are split into prefill and decode legs, and its prefill queue.
+    """Return the rule that decides which requests are split into a prefill and a decode leg, and its queue.
 
-    Few rules have a queue that all gateways share; it is None for the others. `text`: the rule's name, with its
-    parameter if it takes one. Raises ValueError.
+    Few rules have a queue: the prefill legs of all gateways wait in it for a free prefiller. For other rules it is
+    None. `text`: the rule's name, with its parameter if it takes one. Raises ValueError.
     """
     return OTHERS.make_legs(text) if OTHERS else (leg_rules.make_leg_rule(text), None)
 

@@ -279,7 +279,10 @@ def _simulate_shared(fleet: Setting) -> Outcome:
 
 
 def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
-    """Return the description of the fleet for the report."""
+    """Return the settings of the simulated fleet, as the report shows them.
+
+    `fleet`: the fleet's setting under any of the policies, as they differ in nothing else.
+    """
     profile, network = fleet.profiles[0], asdict(fleet.network)
     same = ("gateways", "admission", "shared_ledger", "event_loss", "pulls")
     return {

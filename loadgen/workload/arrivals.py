@@ -1,8 +1,8 @@
 """Start times of conversations, in seconds from the start of the run; pure functions without a clock.
 
 The schedule is an open loop: it is fixed before the first request is sent and never waits for an answer, so a slow
-server meets the load that independent clients would send. `drive` measures how much later than due the generator sends.
-If that is much, the figures describe the generator (coordinated omission) and not the server.
+server meets the load that independent clients would send. `drive` measures how much later than due each request is
+sent. If requests are much too late, the figures describe the generator (coordinated omission) and not the server.
 """
 
 from __future__ import annotations

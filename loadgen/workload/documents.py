@@ -80,7 +80,10 @@ def _module_document(module: str, length: int) -> Document | None:
 
 
 def _entries(tree: ast.Module, title: str):
-    """Yield (name, signature, docstring) of each documented class, method and function."""
+    """Yield (name, signature, docstring) of each documented class, method and function of a module.
+
+    `title`: the module's name, with which the names begin.
+    """
     for node in tree.body:
         name, inside = title, [node]
         if isinstance(node, ast.ClassDef):

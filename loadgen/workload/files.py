@@ -47,11 +47,17 @@ class Reader:
         return self._parsed("line", lambda file: map(bytes.strip, file), parse)
 
     def entries(self, parse: Callable[[object, int], object]) -> Iterator:
-        """Yield `parse(value, line number)` for each line of a file with one JSON value per line, except None."""
+        """Yield `parse(value, number)` for each line of a file that has one JSON value per line.
+
+        Results that are None are left out. `number` is the line's, from 1; `parse` raises BadLine for a bad value.
+        """
         return self.rows(lambda line, number: parse(_json(line), number))
 
     def array(self, parse: Callable[[object, int], object]) -> Iterator:
-        """Yield `parse(item, number)` for each item of the one JSON array in the file, except None."""
+        """Yield `parse(item, number)` for each item of the one JSON array in the file.
+
+        Results that are None are left out. `number` is the item's, from 1; `parse` raises BadLine for a bad item.
+        """
         return self._parsed("entry", _items, parse)
 
     def first_line(self) -> bytes:

@@ -1,7 +1,8 @@
 """Loads of real text: each conversation asks about one document.
 
-Lengths are given in tokens, but texts are cut in characters, with CHARS_PER_TOKEN for a token. The generator has no
-tokenizer, as it works with any server. The report shows the lengths that the server counted.
+Lengths are given in tokens, but texts are cut by characters, at a fixed number of characters per token
+(CHARS_PER_TOKEN). The generator has no tokenizer, as it works with any server. The report shows the lengths that the
+server counted.
 """
 
 from __future__ import annotations

@@ -144,11 +144,12 @@ def replay(
     speed: float = 1.0,
     jitter: float = 0.0,
 ) -> Workload:
-    """Return the requests of a trace at their own times: `seconds` of it from second `start` on, `speed` times as fast.
+    """Return the requests of a part of a trace, sent at the times that the trace gives.
 
-    Each request is delayed by up to `jitter` seconds of the trace, at random, for traces with a coarse clock. Reading
-    stops at the first line after the wanted part, so lines must be in order of time. `requests`: how many to take at
-    most. Raises BadWorkload if there is no request in that part.
+    `start`, `seconds`: the part, in seconds of the trace from its first request; `speed`: how many times as fast to
+    send it; `requests`: the most requests to take, or None for all. `jitter`: each request is delayed at random by up
+    to as many seconds of the trace, for traces with a coarse clock. Reading stops at the first line after the part, so
+    lines must be in order of time. Raises BadWorkload if there is no request in the part.
     """
     first, taken = None, []
     for at, conversation in timed:
@@ -192,12 +193,14 @@ def conversation_file(
 ) -> list[Conversation]:
     """Read conversations from a file (.gz too) with one per line, or all in one JSON array.
 
-    A conversation may have OpenAI's form, ShareGPT's, or a single prompt (`_conversation`). Every assistant message
-    ends a turn, to which the messages before it belong; a conversation that ends with the user gets one more turn.
-    `tools` of an entry go into its requests. Replies are as long as those of the file unless `output_tokens` is given.
-    `think`: mean seconds between a reply and the next turn. With `shuffle` the order is drawn from `rng`. If
-    `requests` needs more conversations than there are, they are repeated; no more are kept in memory than needed.
-    Raises BadWorkload with the place of an error.
+    A conversation has one of the forms that `_conversation` lists: OpenAI's, ShareGPT's, or a single prompt. Every
+    assistant message ends a turn, to which the messages before it belong; a conversation that ends with the user gets
+    one more turn. `tools` of an entry go into its requests.
+
+    `requests`: number of turns to return, or None for one pass over the file; if the file has fewer, its conversations
+    are repeated. `output_tokens`: length of every reply, or None for those of the file. `think`: mean seconds between a
+    reply and the next turn. With `shuffle` the order is drawn from `rng`. No more conversations are kept in memory than
+    needed. Raises BadWorkload with the place of an error.
     """
     reader = reader or Reader(path)
     read = reader.array if _is_array(reader.first_line()) else reader.entries

@@ -130,7 +130,8 @@ class Client(client.Client):
     ) -> Reply:
         """Request a completion of exactly `tokens` tokens and return it. Raises CalibrationError.
 
-        `prompt`: token ids, for the completions API, or the text of a chat message; `seen`: called at each chunk.
+        `prompt`: token ids, for the completions API, or the text of a chat message; `seen`: called at each chunk with
+        the reply so far.
         """
         path, asked = COMPLETIONS, {"prompt": prompt}
         if isinstance(prompt, str):

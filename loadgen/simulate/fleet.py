@@ -228,8 +228,8 @@ class Fleet:
         """Queue a request at the engine of replica `index`, unless the replica was lost after the request was sent.
 
         `incarnation`: the replica's `Replica.incarnation` when the request was sent; another value now means that it
-        was lost. A request that is too long for the engine ends with an error; a prefill leg is routed again in one
-        piece first.
+        was lost. A request that is too long for the engine ends with an error. If it is a prefill leg, it is routed
+        again in one piece instead, so that the client gets the error for its whole request.
         """
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
@@ -252,8 +252,9 @@ class Fleet:
     def _pull(self, index: int, incarnation: int, asked: EngineRequest) -> None:
         """Fetch KV blocks that replica `index` lacks from another replica's host memory, then queue the request.
 
-        The request's placement names the other replica. If this one has no further blocks, the request is queued at
-        once. `incarnation`: `Replica.incarnation` of replica `index` when the request was sent.
+        The request's placement names the other replica. If the other replica has no blocks to add, the request is
+        queued at once. `incarnation`: `Replica.incarnation` of replica `index` when the request was sent; another value
+        now means that replica `index` was lost, and nothing is done.
         """
         replica = self.replicas[index]
         if replica.incarnation != incarnation:

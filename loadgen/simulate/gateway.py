@@ -133,7 +133,7 @@ class Gateway:
         return self.router.commit(evaluation, now)
 
     def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
-        """Return the candidates for the two legs of a request: a list of one pair (prefillers, decoders) of lists.
+        """Return the candidates for the two legs of a request, as a list with one pair (prefillers, decoders).
 
         `tried`: replicas that were lost with this request. Returns [] if there are no prefillers now, or if the shared
         prefill queue is full.

@@ -96,7 +96,7 @@ class Offer:
 def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Offer:
     """Return the load that these start times offer.
 
-    The rate is computed from the gaps between the starts, so it is None if there is only one start.
+    The rate is computed from the gaps between the starts, so it is None if all conversations begin at once.
     """
     requests = sum(conversation.requests for conversation in conversations)
     long = starts[-1] - starts[0] if starts else 0.0

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the flags of --pools. Raises BadOption."""
+    """Check the flags that only --pools takes, and those that exclude it. Raises BadOption."""
     given = [flag for flag in ("link", "chunk_size", "prompt_tokens", "output_tokens", "rate") if getattr(args, flag)]
     refuse((given and not args.pools, f"--{given[0].replace('_', '-') if given else ''} is of --pools: add it"))
     load = {"--rate": args.rate, "--prompt-tokens": args.prompt_tokens, "--output-tokens": args.output_tokens, "--slo": args.slo}  # fmt: skip
@@ -72,7 +72,7 @@ def memory_beside(args: argparse.Namespace, weights: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The inputs of one plan of pools."""
+    """The inputs of one plan of pools: the model, its KV cache, a timing profile, and the limits of the SLO."""
 
     args: argparse.Namespace
     checkpoint: Checkpoint

@@ -105,7 +105,7 @@ async def plan_verb(args: argparse.Namespace, console: Console) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the flags. Raises BadInput."""
+    """Check that the flags of `plan` say what to plan, and do not exclude each other. Raises BadInput."""
     files.check(args)
     datasets.check(args)
     pools_verb.check(args)
@@ -232,9 +232,10 @@ def plan_fleet(
 
 
 def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
-    """Return the load that the flags describe; if it was drawn for a `rate`, it is scaled to exactly that rate.
+    """Return the load that the flags describe. Raises BadOption.
 
-    Raises BadOption.
+    `rate`: requests per second for which its start times are drawn, or None. Start times drawn at random offer this
+    rate only roughly, so they are scaled to offer it exactly.
     """
     work = datasets.workload(args)
     return at_rate(work, rate) if rate and work.starts[-1] > work.starts[0] else work
@@ -325,7 +326,7 @@ def behind(point: Point, fleet: Fleet) -> str:
 
 
 def refused(point: Point) -> str:
-    """Return a note on requests that are longer than the context of any replica, or "" if there are none."""
+    """Return a note on requests of `point` that are too long for a replica's context, or "" if there are none."""
     too_long = point.report["errors"].get("http_400", 0)
     return f"; {too_long} requests are longer than a replica takes" if too_long else ""
 

@@ -9,9 +9,9 @@ from loadgen.report.summary import Records, Report, Reports
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Return one report of means and summed errors, with the original reports under `by_seed`.
+    """Return one report with the mean of every figure and the sum of the errors of each kind.
 
-    A single report is returned as it is.
+    It has the original reports under `by_seed`. A single report is returned as it is.
     """
     if len(reports) == 1:
         return reports[0]

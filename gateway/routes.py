@@ -79,7 +79,7 @@ class Routes:
         for other in spaces[1:]:
             if event_loop.holds and perf_counter() > event_loop.until:
                 raise TakesLong
-            prompt.also = other.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
+            prompt.accompany(other.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters))
         return prompt
 
     def spaces_for(self, model: object) -> tuple[ModelSpace, ...]:

@@ -206,6 +206,49 @@ def test_only_settling_ends_a_placement_with_what_was_learned():
     assert callers == {"gateway/proxy/settling.py"}
 
 
+# The classes of a request's state, where each may be assigned to, and the names that a variable of the class has.
+OWNERS = {
+    "Exchange": ("gateway/proxy/exchange.py", ("exchange", "asker")),
+    "Attempt": ("gateway/proxy/exchange.py", ("attempt", "answering", "first", "second", "again")),
+    "ExternalRequest": ("gateway/proxy/exchange.py", ("leased",)),
+    "Prompt": ("gateway/prompt/", ("prompt", "also")),
+}
+
+
+def foreign_writes(where: str, tree: ast.AST) -> list[str]:
+    """Assignments to fields of exchanges, attempts and prompts that another module than their own makes."""
+    found = []
+    known = {name: owner for owner, names in OWNERS.values() for name in names}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.arg) and function.annotation is not None:
+            for name in re.findall(r"\w+", ast.unparse(function.annotation)):
+                if name.removeprefix("Resumable").removeprefix("Metered").removeprefix("Prefill") in OWNERS:
+                    known.setdefault(function.arg, OWNERS[name][0] if name in OWNERS else OWNERS["Attempt"][0])
+    for node in ast.walk(tree):
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            continue
+        for target in [one for some in targets for one in getattr(some, "elts", [some])]:
+            if not isinstance(target, ast.Attribute):
+                continue
+            whose = ast.unparse(target.value).removesuffix("[-1]").removesuffix("s").rpartition(".")[2]
+            if whose in known and not where.startswith(known[whose]):
+                found.append(f"{where}:{target.lineno} {ast.unparse(target)}")
+    return found
+
+
+def test_the_state_of_a_request_has_one_writer():
+    """Other modules call a method that says what has happened, so one file tells all that can happen to a request."""
+    modules = [path for path in MODULES if path.relative_to(ROOT).parts[0] == "gateway"]
+    assert not [one for path in modules for one in foreign_writes(str(path.relative_to(ROOT)), tree_of(path))]
+
+
+def test_a_foreign_write_is_found():
+    code = "def f(one: Attempt):\n one.sent_at = 0\n exchange.attempts[-1].body = None\n a, exchange.legs.first.state = 1, 2"
+    assert len(foreign_writes("gateway/proxy/failures.py", ast.parse(code))) == 3
+    assert not foreign_writes("gateway/proxy/exchange.py", ast.parse(code))
+
+
 def test_no_test_hides_another_of_its_name():
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         functions = [one for one in tree_of(path).body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -94,7 +94,8 @@ class Downstream(asyncio.Protocol):
 
     __slots__ = (
         # for the connection's life
-        "clients", "transport", "parser", "closing", "close_at", "close_last", "unsent", "active_at", "reading_paused", "writing_paused", "known", "read",
+        "clients", "transport", "write", "parser", "closing", "close_at", "close_last", "unsent", "active_at",
+        "reading_paused", "writing_paused", "known", "read",
         # the request that is being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
         "refused", "expects", "again", "framing", "before", "behind", "piece", "completed", "rated", "rated_at",
@@ -150,6 +151,8 @@ class Downstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        # Relays bytes of an answer as the replica framed them; no method of ours is called for each read of a stream.
+        self.write = self.transport.write
         if self.clients.closed:
             self.transport.abort()
         else:
@@ -484,9 +487,6 @@ class Downstream(asyncio.Protocol):
             headers = [*headers, *self.clients.origins.headers(request.header(b"origin"))]
         self.transport.write(response(status, body, headers, head_only=request.method == "HEAD", close=close))
         self.finish()
-
-    def write(self, data: bytes) -> None:
-        self.transport.write(data)
 
     def end_stream(self, event: bytes, chunked: bool) -> None:
         """Write a last event to a stream that is under way, and end the current request.

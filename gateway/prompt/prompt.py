@@ -107,6 +107,18 @@ class Prompt:
     space: int = 0  # which replicas the tokens and hashes are valid for (`Pipeline.space`)
     also: Prompt | None = None  # the same request prepared for the model's other `space`, where there are two
 
+    def forget_ids(self) -> None:
+        """Free the token ids, which will not be sent."""
+        self.token_ids = b""
+
+    def cap(self, tokens: int) -> None:
+        """Note that the gateway has limited the answer to so many output tokens, in the request's body too."""
+        self.max_tokens, self.capped = tokens, True
+
+    def accompany(self, other: Prompt) -> None:
+        """Note the same request prepared for the model's other space."""
+        self.also = other
+
 
 def unread(path: str, model: str | None) -> Prompt:
     """Return a Prompt for a path whose bodies are not read for prompts: routed by load, with only the model set."""

@@ -62,7 +62,7 @@ class Deadlines:
                 self._settling.came(answering)
                 if self._figures is not None:
                     self._figures.passing(exchange, answering, now)
-                answering.seen_pieces, answering.seen_at = answering.pieces, now
+                answering.swept(now)
             elif self._ran(answering.seen_at, now) > (limit := self._silence(answering, now)):
                 self._stalled(exchange, limit)
             return
@@ -105,12 +105,14 @@ class Deadlines:
             and keeps_alive(attempt.withheld)
             and (exchange.state is ExchangeState.RESUMING or has_other_event(attempt.beginning.body))
         ):
-            data, attempt.withheld, attempt.beginning = attempt.withheld, b"", None
-            self._handler.answered(exchange, attempt, data)
+            data = attempt.withheld
+            attempt.answer(shows_output=False)
+            exchange.happened(ExchangeEvent.ANSWERED, data)
         elif self._hangs(exchange, attempt, now):
             pass
         elif first_leg and attempt.status:
-            attempt.seen_at = attempt.seen_at or now
+            if not attempt.seen_at:
+                attempt.swept(now)
             if self._ran(attempt.seen_at, now) > FIRST_LEG_SECONDS:
                 what = f"sent the head of its answer to a first leg, and not its end for {FIRST_LEG_SECONDS:g} s"
                 fail(attempt, UpstreamError(HUNG, what))
@@ -183,7 +185,7 @@ class Deadlines:
         """
         error = UpstreamError(STALLED, f"no byte for {seconds:g} s")
         if (client := exchange.client).writing_paused:  # the client is the one that does not read
-            self._handler.dispatch(exchange, ExchangeEvent.GONE)
+            exchange.happened(ExchangeEvent.GONE)
             client.abort()
         elif self._handler.resumer is not None:
             self._failures.failed(exchange.attempts[-1], error)
@@ -195,4 +197,4 @@ class Deadlines:
         attempt = exchange.attempt
         if attempt is not None and attempt.state is not AttemptState.ENDED:
             attempt.end_as(AttemptEvent.FAILED, error)
-        self._handler.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
+        exchange.happened(ExchangeEvent.TIMED_OUT, error)

@@ -6,7 +6,8 @@ the client, or passes it to the handler, which decides what follows.
 
 An exchange is driven by calls from the client's connection, from the preparation of the prompt, from the choice of a
 replica, and from the sweep that checks deadlines. Each call becomes an event. The table in `states` names the action
-for it, and the handler runs the action. Nothing waits here, and no task is created for a request unless its prompt is
+for it, and the handler runs the action. Other modules read the fields of both, and change them only by calling the
+methods that say what has happened. Nothing waits here, and no task is created for a request unless its prompt is
 long or a connection has to be opened.
 """
 
@@ -66,6 +67,7 @@ TINY = 128
 # How many last bytes of each kept read remain in memory once the client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
+CONNECTED, ANSWERED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED
 PREFILL = Leg.PREFILL
 
 
@@ -126,6 +128,106 @@ class Attempt:
     context: Any = None
     predicted_ttft: float = 0.0
     is_continued = False
+
+    # --- what happens to it; only the methods of this class and its subclasses assign its fields
+
+    def send_on(self, upstream: Upstream) -> None:
+        """Note that the request is being sent now, on this connection to the replica."""
+        self.state = ATTEMPT_TRANSITIONS[self.state, CONNECTED]
+        self.upstream, self.sent_at = upstream, monotonic()
+
+    def traced(self, context: Any) -> None:
+        """Note the span of this attempt, and the TTFT that is predicted as it begins."""
+        self.context, self.predicted_ttft = context, self.placement.ttft
+
+    def ask_ids(self) -> None:
+        """Note that the engine is asked for token ids that the client did not request."""
+        self.asks_ids = True
+
+    def send_ids(self) -> None:
+        """Note that the prompt is sent as token ids."""
+        self.sent_ids = True
+
+    def forget_body(self) -> None:
+        """Free the body of a leg, which will not be sent again."""
+        self.body = None
+
+    def parse_stream(self, beginning: Beginning) -> None:
+        """Have `beginning` parse the first bytes of the stream, from its start."""
+        self.beginning = beginning
+
+    def hold_back(self, data: bytes) -> None:
+        """Keep these first bytes of the answer, which do not show yet whether it is an answer or an error."""
+        self.withheld = data
+
+    def looked_through(self, size: int) -> None:
+        """Note that the `size` bytes held back so far were parsed."""
+        self.looked_at = size
+
+    def found_error(self, status: int, computed: bool = False) -> None:
+        """Note that an answer with status 200 has an error in its body, which amounts to `status`.
+
+        `computed`: whether the prompt was computed all the same, as the error came after output.
+        """
+        self.fault, self.computed = status, computed
+
+    def release_keep_alives(self, end: int, now: float) -> bytes:
+        """Return the first `end` of the bytes held back, comments and pings, which the client is sent at `now`."""
+        chunked, data = self.response_head.is_chunked, self.withheld[:end]
+        self.withheld = self.withheld[end:]
+        self.looked_at = len(self.withheld)
+        if end:
+            self.beginning, self.seen_at = Beginning(chunked, self.withheld) if self.withheld else None, now
+        return data
+
+    def answer(self, shows_output: bool) -> None:
+        """Note that the client gets this answer from now on, beginning with what was held back.
+
+        `shows_output`: whether its bytes so far show a token, which makes this the time of the first one.
+        """
+        self.state = ATTEMPT_TRANSITIONS[self.state, ANSWERED]
+        self.seen_at, self.withheld, self.beginning = monotonic(), b"", None
+        if shows_output:
+            self.first_at = self.seen_at
+
+    def first_read(self, data: bytes) -> None:
+        """Note the first bytes that go to the client."""
+        exchange, prompt = self.exchange, self.prompt
+        if exchange.metered:
+            meter(self, data)
+        else:
+            self.tail.append(data)
+            if self.streams and prompt is not None and not prompt.include_usage:  # no usage will tell its tokens
+                self.mark = OUTPUT_MARKS.get(exchange.label, ANY_EVENT)
+                self.events = output_events(exchange.label, data, True)
+        self.pieces = 1
+
+    def show_first(self, at: float, late: bool = False) -> None:
+        """Note that the first output was seen at `at`, in monotonic seconds; `late`: it came earlier in truth."""
+        self.first_at, self.seen_late = at, late
+
+    def untimed(self) -> None:
+        """Treat the answer as not streamed, since nobody reported its first byte: its decode time is unknown."""
+        self.streams = False
+
+    def end_whole(self) -> None:
+        """Note that the whole answer came in one read, so that it is accounted for in one step."""
+        self.came_whole = True
+
+    def swept(self, now: float) -> None:
+        """Note that the sweep has found new reads, or the head of a first leg's answer, at `now`."""
+        self.seen_pieces, self.seen_at = self.pieces, now
+
+    def continue_stream(self, events: int, mark: bytes | None, head: Head) -> None:
+        """Go on with another replica's stream, of which the client has `head` and that many output `events`.
+
+        `mark`: the bytes that each output event contains, if they are counted.
+        """
+        self.events, self.mark, self.response_head, self.seen_at = events, mark, head, monotonic()
+
+    def rewrite_head(self, head: Head) -> None:
+        """Have the client get this head in place of the replica's."""
+        self.response_head = head
 
     def could_not_fetch(self, kind: str) -> bool:
         """Return whether this is a second leg (decode) that may have failed because it could not fetch the KV cache.
@@ -190,14 +292,9 @@ class Attempt:
             self.pieces += 1
             if self.mark is not None:
                 self.events += data.count(self.mark)
-            self.client.transport.write(data)
+            self.client.write(data)
         else:
             self.handler.on_body(self, data)
-
-    def count_events(self, data: bytes) -> None:
-        """Count the stream's output events, from these first bytes on, as no usage will report its number of tokens."""
-        label = self.exchange.label
-        self.mark, self.events = OUTPUT_MARKS.get(label, ANY_EVENT), output_events(label, data, True)
 
     def end(self) -> None:
         self.upstream = None
@@ -241,7 +338,7 @@ class MeteredAttempt(Attempt):
         if self.state is ANSWERING:
             self.pieces += 1
             meter(self, data)
-            self.client.transport.write(data)
+            self.client.write(data)
         else:
             self.handler.on_body(self, data)
 
@@ -367,6 +464,108 @@ class Exchange:
         """Have the tokens of the answer counted; must be called before the first attempt is created."""
         self.metered, self.attempt_type = True, MeteredAttempt
 
+    # --- what happens to it; only the methods of this class assign its fields
+
+    def happened(self, event: ExchangeEvent, detail: Any = None) -> None:
+        """Set the next state after an event, then call the action that follows, a method of the handler's.
+
+        `states.TRANSITIONS` lists state and action by present state and event. If it does not list them, this is a bug
+        of the gateway, and raises KeyError.
+
+        `detail`: the action's second argument, for example an error or the first bytes of an answer.
+        """
+        self.state, act = self.handler.steps[self.state, event]
+        act(self, detail)
+
+    def refer_to(self, response: str | None) -> None:
+        """Note the id of the stored response that the request refers to; None if it refers to none."""
+        self.response = response
+
+    def belong_to(self, tenant: Tenant) -> None:
+        """Note the tenant whose API key the request has, and have the tokens of its answer counted."""
+        self.tenant = tenant
+        self.meter()
+
+    def charged(self, charge: Charge | None) -> None:
+        """Note the claim on its tenant's limits; None if the tenant has none."""
+        self.charge = charge
+
+    def costs(self, cost: Cost) -> None:
+        """Note what it counts against its tenant's limits."""
+        self.cost = cost
+
+    def names(self, model: str | None) -> None:
+        """Note the model that the request names, for the logs and for the choice of a replica without a prompt."""
+        self.model = model
+
+    def traced(self, trace: Any) -> None:
+        """Note its trace."""
+        self.trace = trace
+
+    def stay_whole(self, stays: bool = True) -> None:
+        """Have it sent in one leg and without another replica's cache from now on, unless `stays` is false."""
+        self.stays_whole = stays
+
+    def split(self, legs: Legs, prompt: Prompt) -> None:
+        """Note that it is split into two legs, with `prompt` as the format of the prefiller."""
+        self.legs, self.prompt = legs, prompt
+
+    def rejoin(self) -> Legs | None:
+        """Note that it is in one leg from now on; return the state of its legs, None if it was not split."""
+        legs, self.legs = self.legs, None
+        return legs
+
+    def opens(self, head: Head) -> None:
+        """Note that the client has this head, and comments or pings after it, but no output."""
+        self.opened = head
+
+    def tells(self, stored: Stored | None) -> None:
+        """Note the stored response that its answer creates or returns."""
+        self.stored = stored
+
+    def answered_by_gateway(self, status: int, error: Exception | None = None) -> None:
+        """Note the status with which the gateway itself answers, and the error that it answers with."""
+        self.status, self.error = status, error
+
+    def broke_off(self, error: Exception | None) -> None:
+        """Note why the answer ends before its end."""
+        self.error = error
+
+    def used(self, attempts: int) -> None:
+        """Count this many failed attempts against the allowed number of retries."""
+        self.attempts_used += attempts
+
+    def rule_out(self, tried: tuple[Backend, ...]) -> None:
+        """Note the replicas that are not sent the request again."""
+        self.tried = tried
+
+    def crashed(self, crashes: Crashes) -> None:
+        """Note how many replicas have crashed or hung while they had the request."""
+        self.crashes = crashes
+
+    def erred(self, error: UnattributedError) -> None:
+        """Add an error of which it is not known yet whether the replica or the request is at fault."""
+        self.unattributed_errors += (error,)
+
+    def attributed(self) -> tuple[UnattributedError, ...]:
+        """Return the errors that nobody was blamed for until now, and forget them."""
+        errors, self.unattributed_errors = self.unattributed_errors, ()
+        return errors
+
+    def record_stream(self, record: StreamRecord | None, attempt_type: type[Attempt] | None = None) -> None:
+        """Have a record kept of its stream by attempts of that type; None: of the usual type, and no record."""
+        self.stream_record = record
+        self.attempt_type = attempt_type or (MeteredAttempt if self.metered else Attempt)
+
+    def resume_elsewhere(self, prompt: Prompt, tried: tuple[Backend, ...]) -> None:
+        """Have `prompt`, the rest of its stream, sent to a replica that is not among `tried`, in one leg."""
+        self.prompt, self.tried, self.attempts_used, self.stays_whole = prompt, tried, 0, True
+
+    def told_whole(self, prompt: Prompt, events: int) -> None:
+        """Note the client's own prompt, and all output events of a stream that several replicas wrote."""
+        last = self.attempts[-1]
+        self.prompt, last.events = prompt, max(last.events, events)
+
     @property
     def attempt(self) -> Attempt | None:
         """The last attempt, or None."""
@@ -432,9 +631,9 @@ class Exchange:
         """
         self.request.body = b""
         if self.legs is not None:
-            self.attempts[-1].body = None
+            self.attempts[-1].forget_body()
             if self.legs.first is not None:
-                self.legs.first.body = None
+                self.legs.first.forget_body()
         self.client.release()
 
     # --- called by the client's connection
@@ -442,12 +641,12 @@ class Exchange:
     def client_gone(self) -> None:
         """End the exchange, since the client has left."""
         if self.state is not ExchangeState.ENDED:
-            self.handler.dispatch(self, ExchangeEvent.GONE)
+            self.happened(ExchangeEvent.GONE)
 
     def cut(self) -> None:
         """End the exchange because the gateway shuts down before the answer is complete."""
         if self.state is not ExchangeState.ENDED:
-            self.handler.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
+            self.happened(ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
 
     def pause(self) -> None:
         """Stop reading the answer from the replica, since the client does not keep up."""
@@ -471,15 +670,15 @@ class Exchange:
         `prompt`: None if the gateway does not tokenize the request's prompt.
         """
         if self.state is PREPARING:
-            self.prompt = prompt
+            self.prompt, self.prepared_at = prompt, monotonic()
             if prompt is not None:
                 self.response = prompt.previous_response
-            self.handler.dispatch(self, PREPARED)
+            self.happened(PREPARED)
 
     def refused(self, error: ApiError) -> None:
         """Refuse the request before a replica is chosen."""
         if self.state is PREPARING:
-            self.handler.dispatch(self, ExchangeEvent.REFUSED, error)
+            self.happened(ExchangeEvent.REFUSED, error)
 
     def add_attempt(self, attempt: Attempt) -> None:
         """Add an attempt, for which a replica was chosen and load was reserved, as the request's last one."""
@@ -487,9 +686,14 @@ class Exchange:
         self.prompt = attempt.prompt
         self.attempts.append(attempt)
 
+    def put_last(self, attempt: Attempt) -> None:
+        """Make one of its attempts the last one, which is the one that may still answer the client."""
+        self.attempts.remove(attempt)
+        self.attempts.append(attempt)
+
     def placed(self) -> None:
         """Send the request to the replica of the last attempt that was added."""
-        self.handler.dispatch(self, PLACED)
+        self.happened(PLACED)
 
     @property
     def size(self) -> int:
@@ -504,9 +708,9 @@ class Exchange:
         error.__traceback__ = None  # its frames refer to this request, and the trace to the error: a cycle
         if self.tried:
             why = f"no replica is left after {len(self.attempts)} attempt(s)"
-            self.handler.dispatch(self, ExchangeEvent.EXHAUSTED, self.exhausted(why))
+            self.happened(ExchangeEvent.EXHAUSTED, self.exhausted(why))
         else:
-            self.handler.dispatch(self, ExchangeEvent.REFUSED, error)
+            self.happened(ExchangeEvent.REFUSED, error)
 
     def exhausted(self, why: str, again: bool = True, **options: Any) -> ApiError:
         """Return the error for a request whose last attempt has failed.

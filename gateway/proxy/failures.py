@@ -41,17 +41,17 @@ class Failures:
 
     def __init__(
         self, placing: Placing, settling: Settling, judge: Judge, metrics: Metrics, under_way: set[Exchange],
-        dispatch: Callable[..., None], start: Callable[..., None], *, retries: int, discreet: bool,
+        start: Callable[..., None], *, retries: int, discreet: bool,
     ):  # fmt: skip
-        """Create the actions, which use the parts and two methods of their `Handler`.
+        """Create the actions, which use the parts and one method of their `Handler`.
 
         `under_way`: the exchanges that have not ended; those that end here are removed from it.
-        `dispatch(exchange, event, detail)`, `start(exchange, attempt)`: the `Handler`'s methods of these names.
+        `start(exchange, attempt)`: the `Handler`'s method of this name.
         `retries`: the number of retries per request.
         `discreet`: name no replicas in errors, because the clients are tenants, and several may share a replica.
         """
         self.placing, self.settling, self.judge, self._metrics = placing, settling, judge, metrics
-        self.under_way, self._dispatch, self._start = under_way, dispatch, start
+        self.under_way, self._start = under_way, start
         self._retries, self.discreet = retries, discreet
         self.resumer: Resumer | None = None  # with --continue-streams
 
@@ -63,7 +63,7 @@ class Failures:
             attempt.exchange.run_isolated(self.failed, attempt, error)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
-        """End a failed attempt, and dispatch its failure to the exchange (the client's request).
+        """End a failed attempt, and pass its failure to the exchange (the client's request) as an event.
 
         The next action of the exchange decides what follows. It gets a `Failed`, with all that the rules in `retries`
         need to know of the failure. If the attempt was a first leg (prefill) that ran at the same time as the second
@@ -108,7 +108,7 @@ class Failures:
             )
         if self.resumer is not None and exchange.state is ExchangeState.ANSWERING:
             event = self.resumer.event_after(exchange)
-        self._dispatch(exchange, event, failed)
+        exchange.happened(event, failed)
 
     def _first_leg_failed(self, exchange: Exchange, first: Attempt, error: UpstreamError, stale: bool) -> bool:
         """Handle the failure of a first leg (prefill) that ran at the same time as the second one (decode).
@@ -134,7 +134,7 @@ class Failures:
             self._metrics.retries.inc("reconnect")
             again = legs.first = first.repeat(new_connection=True, unread=error.unread)
             exchange.add_attempt(again)
-            attempts[-2:] = attempts[:-3:-1]  # the leg that answers stays the last one
+            exchange.put_last(attempts[-2])  # the leg that answers
             self._start(exchange, again)
             return False
         second = attempts[-1]
@@ -142,8 +142,7 @@ class Failures:
             second.end_as(AttemptEvent.DROPPED)
         settling.leg_ended(Leg.DECODE, ABANDONED)
         settling.abandon(second, computed=False)
-        attempts.remove(first)
-        attempts.append(first)
+        exchange.put_last(first)
         return True
 
     def holds(self, engine: str) -> bool:
@@ -168,11 +167,11 @@ class Failures:
         attempt, kind = exchange.attempts[-1], failed.kind
         following = retries.after(failed, exchange.attempts_used, exchange.crashes, self._retries)
         if following is Next.SAME:
-            exchange.attempts_used += failed.unread and not failed.stale
+            exchange.used(failed.unread and not failed.stale)
             as_text = kind == retries.IDS  # otherwise on a new connection
             self._metrics.retries.inc(retries.IDS if as_text else "reconnect")
             exchange.add_attempt(attempt.repeat(new_connection=not as_text, unread=failed.unread, without_ids=as_text))
-            self._dispatch(exchange, ExchangeEvent.PLACED)
+            exchange.happened(ExchangeEvent.PLACED)
             return
         if KINDS[kind].blamed:
             self.settling.failed(attempt.backend, kind)
@@ -182,29 +181,29 @@ class Failures:
         self.placing.pulls.failed(exchange, attempt, kind)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
             if following is not Next.LEGS:
-                exchange.tried = self.judge.tried(exchange, attempt)
-            exchange.attempts_used += KINDS[kind].counts
-        exchange.crashes = exchange.crashes.after(failed)
+                exchange.rule_out(self.judge.tried(exchange, attempt))
+            exchange.used(KINDS[kind].counts)
+        exchange.crashed(exchange.crashes.after(failed))
         if following is Next.LOST:
             why = f"{max(exchange.crashes)} replicas went down or hung with this request, so no other is tried"
             error = exchange.exhausted(why, again=False, code="replicas_lost")
-            self._dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
+            exchange.happened(ExchangeEvent.EXHAUSTED, error)
         elif following is Next.FULL:
             self.settling.on_traffic(attempt.backend.id, retries.OWN, 1)  # the replica is not blamed
             error = ApiError(503, str(attempt.error), code="gateway_full")
-            self._dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
+            exchange.happened(ExchangeEvent.EXHAUSTED, error)
         elif following is Next.EXHAUSTED:
             why = "two engines failed this request alike, so no third was asked"
             if not failed.agreed:
                 why = f"no replica answered after {len(exchange.attempts)} attempt(s)"
-            self._dispatch(exchange, ExchangeEvent.EXHAUSTED, exchange.exhausted(why, again=not failed.agreed))
+            exchange.happened(ExchangeEvent.EXHAUSTED, exchange.exhausted(why, again=not failed.agreed))
         else:
             self._metrics.retries.inc(kind)
             demand = attempt.placement.demand
             if following is Next.DECODER and self.placing.legs.next_decoder(exchange, demand, monotonic()):
-                self._dispatch(exchange, ExchangeEvent.PLACED)
+                exchange.happened(ExchangeEvent.PLACED)
             else:
-                exchange.legs = None
+                exchange.rejoin()
                 self.placing.place(exchange)
 
     def resume(self, exchange: Exchange, failed: Failed) -> None:
@@ -232,7 +231,8 @@ class Failures:
         that the client cannot take it for complete.
         """
         attempt, client, path = exchange.attempts[-1], exchange.client, exchange.request.path
-        error = exchange.error = attempt.error
+        error = attempt.error
+        exchange.broke_off(error)
         self._close(exchange)
         message = (
             "the answer broke off" if self.discreet else f"the answer broke off: replica {attempt.backend.id} {error}"
@@ -266,9 +266,9 @@ class Failures:
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
-        exchange.status, exchange.error = error.status, error
+        # The client may have the status 200 already.
+        exchange.answered_by_gateway(error.status if exchange.opened is None else 200, error)
         if exchange.opened is not None:
-            exchange.status = 200  # the client has this status already
             message = error.discreet if self.discreet else error.message
             told = error_event(exchange.request.path, error.status, message, code=error.code)
             exchange.client.end_stream(told, exchange.opened.is_chunked)
@@ -298,7 +298,7 @@ class Failures:
             self.settling.complete.add(exchange)
             return
         if cut is not None:
-            exchange.error = cut
+            exchange.broke_off(cut)
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
@@ -335,7 +335,7 @@ class Failures:
         """Answer every request whose client has no byte of an answer yet with `error()`; return their number."""
         unanswered = [(one, event) for one in self.under_way if (event := REFUSING.get(one.state)) is not None]
         for exchange, event in unanswered:
-            exchange.run_isolated(self._dispatch, exchange, event, error())
+            exchange.run_isolated(exchange.happened, event, error())
         return len(unanswered)
 
     def end_streams(self) -> int:
@@ -358,4 +358,4 @@ class Failures:
         error = UpstreamError(retries.SHUT_DOWN, "the gateway is shutting down")
         if exchange.attempts[-1].state is not AttemptState.ENDED:
             exchange.attempts[-1].end_as(AttemptEvent.FAILED, error)
-        self._dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
+        exchange.happened(ExchangeEvent.TIMED_OUT, error)

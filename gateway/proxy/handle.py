@@ -13,8 +13,10 @@ is done:
     on_complete      end the attempt after the answer's last byte
     settle           learn costs from the answer, update metrics                       settling.py, observers/
 
-A step that has a result calls `dispatch` with an event. The tables in `states` give the exchange's next state and the
-next action. An action is a method of `Handler`, or of `failures.Failures` where something has failed.
+A step that has a result calls `Exchange.happened` with an event. The tables in `states` give the exchange's next state
+and the next action. An action is a method of `Handler`, or of `failures.Failures` where something has failed. All
+modules read the fields of exchanges and attempts, and only the classes' own methods, named after what has happened,
+assign them.
 
 Two features have packages of their own. In `disagg` a request has two legs: one replica computes the prompt (prefill),
 another writes the answer (decode). In `resume` another replica goes on with a stream whose replica failed. One
@@ -43,20 +45,20 @@ from . import retries
 from .admission.priorities import HeadOf, Priorities, encoding_refusal
 from .disagg.legs import leg_head, second_leg
 from .exactness.forwarding import TokenIdForwarding
-from .exchange import NO_BUFFERING, Attempt, Exchange, meter, request_head
+from .exchange import NO_BUFFERING, Attempt, Exchange, request_head
 from .failures import Failures
 from .judge import Judge
 from .own_paths import OwnPaths
 from .placement.placing import Placing
 from .preparation import Preparation
 from .responses import answers
-from .responses.answers import ERROR_MARK, ERROR_WITHIN, MEMBERS, MOST_HELD_BACK, Beginning, Sight
+from .responses.answers import ERROR_MARK, ERROR_WITHIN, MEMBERS, MOST_HELD_BACK, Sight
 from .responses.respelling import respelled
 from .responses.stored import PATH as RESPONSES
 from .responses.stored import Responses, referred_to
 from .resume.resumer import Resumer, is_open_ended, rest_error
 from .settling import Settling, cut_short
-from .states import ATTEMPT_TRANSITIONS, TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState
+from .states import TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
@@ -71,7 +73,7 @@ AWAITING, ANSWERING, ANSWERED, FINISHED = (
     ExchangeEvent.ANSWERED,
     ExchangeEvent.FINISHED,
 )
-CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
+ATTEMPT_FINISHED = AttemptEvent.FINISHED
 
 
 class Handler:
@@ -81,7 +83,7 @@ class Handler:
         self, own_paths: OwnPaths, preparation: Preparation, placing: Placing, settling: Settling,
         forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics,
         *, retries: int, traces: Traces | None, keys: Keys | None, metering: Metering | None, metered: bool,
-        names_replica: bool, tells_cached: bool, timed: bool,
+        names_replica: bool, tells_cached: bool,
     ):  # fmt: skip
         """Create a handler.
 
@@ -91,12 +93,11 @@ class Handler:
         `names_replica`: add the response header `x-hitherto-replica`, with the replica's id.
         `tells_cached`: add the response header `x-hitherto-cached-tokens`, with the number of prompt tokens that the
             replica was predicted to have in its KV cache.
-        `timed`: record when each request's prompt was ready, for traces or latency metrics.
         """
         self.own_paths, self._preparation, self.placing, self.settling = own_paths, preparation, placing, settling
         self._forwarding, self._responses, self._traces = forwarding, responses, traces
         self.keys, self._metering, self._metered = keys, metering, metered
-        self._names_replica, self._tells_cached, self._timed = names_replica, tells_cached, timed
+        self._names_replica, self._tells_cached = names_replica, tells_cached
         # With service classes or limits: returns the header line that says how an answer was degraded, else b"".
         self.note: Callable[[Exchange, Attempt], bytes] | None = None
         self.priorities: Priorities | None = None  # where service classes differ in priority
@@ -105,10 +106,11 @@ class Handler:
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self.judge = Judge(placing.eligible, settling, retries)
         self.failures = Failures(
-            placing, settling, self.judge, metrics, self.under_way, self.dispatch, self.start,
+            placing, settling, self.judge, metrics, self.under_way, self.start,
             retries=retries, discreet=keys is not None,
         )  # fmt: skip
-        self._steps = {
+        # (state, event) -> (next state, action), for `Exchange.happened`
+        self.steps = {
             pair: (state, getattr(self if hasattr(self, action) else self.failures, action))
             for pair, (state, action) in TRANSITIONS.items()
         }
@@ -139,7 +141,7 @@ class Handler:
         if self._metered:
             exchange.meter()
         if path.startswith(RESPONSES):
-            exchange.response = referred_to(request)
+            exchange.refer_to(referred_to(request))
         self._begin(exchange)
         error = None if tenant is None else self._turned_down(exchange, tenant)
         if error is None and self.priorities is not None:
@@ -186,12 +188,11 @@ class Handler:
         """
         if isinstance(tenant, ApiError):
             return tenant
-        exchange.tenant = tenant
-        exchange.meter()
+        exchange.belong_to(tenant)
         if self._metering is not None and (over := self._metering.refusal(tenant)) is not None:
             request = exchange.request
             if len(request.body) <= OFFLOAD_BYTES:  # for the access log
-                exchange.model = named_model(request.header(b"content-type") or "", request.body)
+                exchange.names(named_model(request.header(b"content-type") or "", request.body))
             return over
         if (error := refusal_of_head(exchange.request, exchange.id)) is not None:
             return error
@@ -211,20 +212,11 @@ class Handler:
         exchange = self._exchange(client, request, "other")
         self._begin(exchange)
         self.under_way.discard(exchange)
-        exchange.tenant, exchange.status = tenant, 307
+        if tenant is not None:
+            exchange.belong_to(tenant)
+        exchange.answered_by_gateway(307)
         self.settling.ended(exchange, "complete")
         client.reply(307, b"", [(b"location", path.rstrip(b"/") + mark + query)])
-
-    def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None:
-        """Set the next state of an exchange (a client's request) after an event, then call the action that follows.
-
-        `states.TRANSITIONS` lists state and action by present state and event. If it does not list them, this is a bug
-        of the gateway, and raises KeyError.
-
-        `detail`: the action's second argument, for example an error or the first bytes of an answer.
-        """
-        exchange.state, act = self._steps[exchange.state, event]
-        act(exchange, detail)
 
     # --- a replica is found
 
@@ -233,8 +225,6 @@ class Handler:
 
         With --continue-streams the request also gets the record from which another replica can resume its stream.
         """
-        if self._timed and not exchange.prepared_at:
-            exchange.prepared_at = monotonic()
         if self.resumer is not None and exchange.stream_record is None:
             self.resumer.begin(exchange)
         self.placing.place(exchange)
@@ -266,8 +256,7 @@ class Handler:
         The body is the client's, unless the gateway writes something into it: token ids in place of the text, the
         parameters of a leg, the priority of a class, or what is needed to resume a stream.
         """
-        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, CONNECTED]
-        attempt.upstream, attempt.sent_at = upstream, monotonic()
+        attempt.send_on(upstream)
         request, prompt = exchange.request, attempt.prompt
         body = request.body
         head_of: HeadOf = request_head
@@ -291,7 +280,7 @@ class Handler:
         first, legs = exchange.attempts[-1], exchange.legs
         assert legs is not None
         self.settling.handed_over(exchange, first, legs)
-        first.body = None
+        first.forget_body()
         second_leg(exchange, monotonic())
         self.start(exchange)
 
@@ -342,7 +331,7 @@ class Handler:
         exchange, held_back, error = attempt.exchange, attempt.withheld, None
         path = exchange.request.path
         if held_back:
-            data, attempt.withheld = held_back + data, b""
+            data = held_back + data
         if attempt.status == 200 and exchange.prompt is not None:
             # For nearly all non-streamed answers two searches show that they begin without an error. Only the others,
             # and streams, are passed to the judge.
@@ -354,16 +343,16 @@ class Handler:
             ):
                 found = self.judge.first_bytes(exchange, attempt, data, len(held_back), whole)
                 if found is Sight.EARLY:
-                    attempt.withheld = data
+                    attempt.hold_back(data)
                     return
                 if found is Sight.BLIND:
-                    attempt.beginning = None
-                    self.answered(exchange, attempt, data)
+                    attempt.answer(shows_output=False)
+                    exchange.happened(ANSWERED, data)
                     return
                 error = found
         elif attempt.status >= 400 and path.startswith(MESSAGES):
             if not whole and len(data) < MOST_HELD_BACK:
-                attempt.withheld = data
+                attempt.hold_back(data)
                 return
             data = respelled(exchange, attempt, data)
         if error is None and cut_short(attempt, path, data):
@@ -371,14 +360,8 @@ class Handler:
         if error is not None:
             self.failures.failed(attempt, error)
             return
-        attempt.first_at, attempt.beginning = monotonic(), None
-        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, ATTEMPT_ANSWERED]
-        self.dispatch(exchange, ANSWERED, data)
-
-    def answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
-        """Begin to relay an answer whose bytes so far show no output yet, so its `first_at` stays 0."""
-        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, ATTEMPT_ANSWERED]
-        self.dispatch(exchange, ANSWERED, data)
+        attempt.answer(shows_output=True)
+        exchange.happened(ANSWERED, data)
 
     def relay(self, exchange: Exchange, data: bytes) -> None:
         """Write an answer's head and its first bytes (`data`) to the client, and account for its first byte.
@@ -388,22 +371,14 @@ class Handler:
         attempt, error = exchange.attempts[-1], None
         if self.resumer is not None:
             data, error = self.resumer.begun(exchange, attempt, data)
-        if exchange.metered:
-            meter(attempt, data)
-        else:
-            attempt.tail.append(data)
-            if attempt.streams and attempt.prompt is not None and not attempt.prompt.include_usage:
-                attempt.count_events(data)
         if attempt.first_at:
-            attempt.seen_at = attempt.first_at
             self.settling.answered(exchange, attempt)
-        else:  # from `answered`: no output was seen yet
-            attempt.seen_at = monotonic()
+        else:  # its bytes so far show no output
             self.settling.close_unattributed(exchange)
         if ((makes := exchange.label == "responses") or exchange.response is not None) and attempt.status == 200:
-            exchange.stored = self._responses.answered(attempt.backend.id, exchange.response, makes, data)
-        client, attempt.pieces = exchange.client, 1
-        client.transport.write(data if exchange.opened is not None else self._head(exchange, attempt) + data)
+            exchange.tells(self._responses.answered(attempt.backend.id, exchange.response, makes, data))
+        attempt.first_read(data)
+        exchange.client.write(data if exchange.opened is not None else self._head(exchange, attempt) + data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
             # No retry can follow. Where token ids are left, `TokenIdForwarding` may still send the body to check them.
@@ -453,17 +428,13 @@ class Handler:
             or not answers.keep_alives_end(attempt.beginning.body, False)
         ):
             return
-        end = answers.keep_alives_end(data, head.is_chunked)
-        data, attempt.withheld = data[:end], data[end:]
-        attempt.looked_at = len(attempt.withheld)
-        if not end:
+        data = attempt.release_keep_alives(answers.keep_alives_end(data, head.is_chunked), now)
+        if not data:
             return
-        attempt.beginning = Beginning(head.is_chunked, attempt.withheld) if attempt.withheld else None
-        attempt.seen_at = now
         if exchange.opened is None:
             data = self._head(exchange, attempt) + data
-            exchange.opened = head
-        exchange.client.transport.write(data)
+            exchange.opens(head)
+        exchange.client.write(data)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
         """Relay the first bytes from the replica that resumes a stream."""
@@ -478,7 +449,7 @@ class Handler:
                 attempt.end()  # calls this method again, or checks first whether the recorded stream lacks an event
         elif attempt.state is ANSWERING:
             attempt.end_as(ATTEMPT_FINISHED)
-            self.dispatch(attempt.exchange, FINISHED)
+            attempt.exchange.happened(FINISHED)
 
     def settle(self, exchange: Exchange, _: Any) -> None:
         """End a request whose answer the client has completely; its accounting follows, with that of other requests."""

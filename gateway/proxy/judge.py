@@ -101,7 +101,7 @@ class Judge:
         if (fault >= 500 or kind is full) and self._is_unsettled(exchange, attempt, kind):
             return UpstreamError(kind, f"answered 200 with an error that amounts to {fault}")
         if (error := self._ours(attempt, fault, f"200 and an error that amounts to {fault}")) is None:
-            attempt.fault = fault
+            attempt.found_error(fault)
         return error
 
     def _look(self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool) -> Sight:
@@ -112,12 +112,12 @@ class Judge:
         head, label = attempt.response_head, exchange.label
         if attempt.streams:
             if (beginning := attempt.beginning) is None:
-                beginning = attempt.beginning = Beginning(head.is_chunked)
+                attempt.parse_stream(beginning := Beginning(head.is_chunked))
                 held_back = 0
             return beginning.look(label, data[held_back:], whole)
         if not whole and len(data) < MOST_HELD_BACK and not answers.has_grown(len(data), attempt.looked_at):
             return Sight.EARLY
-        attempt.looked_at = len(data)
+        attempt.looked_through(len(data))
         return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
 
     def _is_unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:

@@ -103,7 +103,7 @@ class Preparation:
     def _was_read(self, exchange: Exchange, found: tuple[str | None, ApiError | None]) -> None:
         """Go on with a request whose prompt is not tokenized. `found`: the result of `_read`."""
         model, error = found
-        exchange.model = model
+        exchange.names(model)
         if exchange.tenant is not None:
             error = exchange.tenant.refusal(model) or error
         if error is not None:
@@ -125,7 +125,7 @@ class Preparation:
         metering, tenant = self._metering, exchange.tenant
         tokens = prompt.tokens if prompt is not None else 0
         if metering is not None and tenant is not None:
-            exchange.charge = metering.charge(tenant, tokens)
+            exchange.charged(metering.charge(tenant, tokens))
         if metering is None or (charge := exchange.charge) is None:
             exchange.prepared(prompt)
             return
@@ -280,7 +280,7 @@ class Preparation:
             self._metrics.prompt_failures.inc(exchange.request.path)
             self.begin_other(exchange)
             return
-        exchange.model = prompt.model  # for the usage log, in case the request is refused before it has the prompt
+        exchange.names(prompt.model)  # for the usage log, in case the request is refused before it has the prompt
         exchange.stages.append((stage, seconds))
         error = None if exchange.tenant is None else exchange.tenant.refusal(prompt.model)
         if error is None and not prompt.model:
@@ -289,9 +289,9 @@ class Preparation:
             exchange.refused(error)
             return
         if not prompt.kind and not self._eligible.finer:  # neither forwarding nor the choice of a replica needs the ids
-            prompt.token_ids = b""
+            prompt.forget_ids()
             if prompt.also is not None:
-                prompt.also.token_ids = b""
+                prompt.also.forget_ids()
         if prompt.model not in self._eligible.names and self._eligible.is_unknown(prompt.model):
             self._run_in_background(self._prepare_again(exchange, prompt))
         else:

@@ -129,7 +129,7 @@ class Proxy:
         self.handler = handler = Handler(
             self.own_paths, self.preparation, self.placing, settling, self.forwarding, responses, metrics, retries=retries,
             traces=traces, keys=keys, metering=metering, metered=usage_log is not None, names_replica=response_headers,
-            tells_cached=cached_tokens_header, timed=figures is not None or traces is not None,
+            tells_cached=cached_tokens_header,
         )  # fmt: skip
         self.handle = handler.handle
         self.exchanges = handler.under_way

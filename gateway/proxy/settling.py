@@ -166,7 +166,7 @@ class Settling:
         """
         backend = attempt.backend
         witness = backend.is_witness and not attempt.could_not_fetch(kind)
-        exchange.unattributed_errors += (UnattributedError(backend.id, backend.replica.engine, kind, witness),)
+        exchange.erred(UnattributedError(backend.id, backend.replica.engine, kind, witness))
         if kind in OVERLOADED:
             self._when_full(backend, monotonic() + seconds_full(attempt.response_head))
         elif not backend.gone:
@@ -180,17 +180,16 @@ class Settling:
         If it was refused, the request was at fault; if it was answered, each replica that had failed it was.
         """
         if attempt.status in REFUSALS or attempt.fault in REFUSALS:
-            self._count(exchange.unattributed_errors, agreed=True)
+            self._count(exchange.attributed(), agreed=True)
         else:
-            for one in exchange.unattributed_errors:
+            for one in exchange.attributed():
                 self.failed(self._backends.get(one.replica), one.kind)
-        exchange.unattributed_errors = ()
 
     def close_unattributed(self, exchange: Exchange) -> None:
         """Count the errors of a request that no replica has answered, without blaming any replica for them."""
         if exchange.unattributed_errors:
-            self._count(exchange.unattributed_errors, agree(exchange.unattributed_errors))
-            exchange.unattributed_errors = ()
+            errors = exchange.attributed()
+            self._count(errors, agree(errors))
 
     def _count(self, unattributed_errors: Sequence[UnattributedError], agreed: bool) -> None:
         """Count errors in metrics. `agreed`: two engines answered alike, so the errors are the request's fault."""
@@ -301,7 +300,7 @@ class Settling:
 
     def drop_legs(self, exchange: Exchange) -> None:
         """Release the reserved loads and the first leg of a request that ends, or goes on in one leg."""
-        legs, exchange.legs = exchange.legs, None
+        legs = exchange.rejoin()
         if legs is not None:
             self.drop_first(legs)
             for placement in (legs.placement, legs.unsent):
@@ -320,7 +319,7 @@ class Settling:
         if legs is None or leg is None:
             return
         self.leg_ended(leg, kind)
-        exchange.stays_whole = following is Next.WHOLE
+        exchange.stay_whole(following is Next.WHOLE)
         if following is Next.LEGS or attempt.could_not_fetch(kind) or (leg is Leg.DECODE and kind == retries.HUNG):
             self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
         if following is not Next.DECODER:
@@ -353,7 +352,7 @@ class Settling:
         ok, upstream = attempt.status == 200 and not attempt.fault, attempt.upstream
         is_whole = ok and not attempt.streams and upstream is not None and upstream.complete
         if is_whole and attempt.prompt is not None and attempt.leg is None:
-            attempt.came_whole = True
+            attempt.end_whole()
             return
         ours = attempt.streams and not self.pulse.saw(attempt.sent_at, at)
         tells = ok and attempt.streams and attempt.prompt is not None and not (ours or attempt.seen_late)
@@ -384,7 +383,7 @@ class Settling:
         if attempt.status == 200 and answers.has_begun(
             exchange.label, b"".join([one[-TAIL_BYTES:] for one in attempt.tail])
         ):
-            attempt.first_at, attempt.seen_late = now, True
+            attempt.show_first(now, late=True)
             self.first_token(attempt, exchange.begun)
 
     def came(self, attempt: Attempt) -> None:
@@ -452,7 +451,8 @@ class Settling:
         if attempt.fault:  # seen in its first bytes
             self.abandon(attempt, computed=False)
         elif not seen and (late := self._late_failure(exchange, attempt, tail, usage)) is not None:
-            attempt.fault, ended, attempt.computed = late
+            fault, ended, computed = late
+            attempt.found_error(fault, computed)
             self.abandon(attempt, attempt.computed)
             if attempt.fault >= 500:
                 self.failed(backend, ended)

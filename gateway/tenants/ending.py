@@ -44,7 +44,8 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
         if stored is not None:
             before, stored.counted = stored.counted, Cost(*map(max, found, stored.counted))
             found = Cost(*map(sub, stored.counted, before))
-        exchange.cost = found
+        exchange.costs(found)
+        return found
     return exchange.cost
 
 

@@ -179,7 +179,7 @@ class Queue:
         asker.request.body = capped(asker.request.body, prompt.path, tokens)
         for one in (prompt, prompt.also):
             if one is not None:
-                one.max_tokens, one.capped = tokens, True
+                one.cap(tokens)
         self._notes[asker] = b"max_tokens=%d" % tokens
 
     def note(self, exchange: Exchange, attempt: Attempt) -> bytes:

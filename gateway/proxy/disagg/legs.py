@@ -139,7 +139,7 @@ class LegPlacing:
         if prompt is None or prompt.path not in PATHS or sides is None or len(body) > MOST_BYTES:
             return
         ways = [kind.transfer for kind in sides.kinds]
-        exchange.stays_whole = bool(ways) and all(one.first_body(prompt.path, body) is None for one in ways)
+        exchange.stay_whole(bool(ways) and all(one.first_body(prompt.path, body) is None for one in ways))
 
     def take(
         self,
@@ -163,9 +163,10 @@ class LegPlacing:
         placement, reserved, move = two_legs.commit(
             self._router, evaluation, chosen, now, None if decided is None else (decided[0], decided[1])
         )
-        held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, *move)
-        prompt = exchange.prompt = as_variant(prompt, placement.demand.space)
-        prompt.token_ids = b""  # both legs are sent as text
+        held = Legs(transfer, prefiller, decoder, reserved, placement.predicted, *move)
+        prompt = as_variant(prompt, placement.demand.space)
+        prompt.forget_ids()  # both legs are sent as text
+        exchange.split(held, prompt)
         if transfer.header:  # the decoder's side sends the first leg itself
             held.unsent, held.computing = placement, placement.punctual_ttft
             second_leg(exchange, now)
@@ -335,7 +336,7 @@ class PrefillAttempt(Attempt):
             self.handler.settling.handed_over(exchange, self, held)
             return
         held.parameters, held.until = found, self.first_at + held.transfer.lease_seconds - MARGIN
-        self.handler.dispatch(exchange, ExchangeEvent.HANDED_OVER, found)
+        exchange.happened(ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, held: Legs, answer: bytes) -> bytes | UpstreamError:
         """Return the parameters of the KV transfer from a first leg's complete answer, or the error that it shows."""

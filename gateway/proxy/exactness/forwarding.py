@@ -98,9 +98,9 @@ class TokenIdForwarding:
         """
         backend = attempt.backend
         if prompt.also is not None:
-            prompt.also.token_ids = b""
+            prompt.also.forget_ids()
         if not self.wanted:
-            prompt.token_ids = b""
+            prompt.forget_ids()
             return body
         kind = None
         if not self._off(backend, prompt) and prompt.path not in (known := self._known(backend)).rejected_because:
@@ -112,9 +112,10 @@ class TokenIdForwarding:
             and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None
         ):
             kind.left -= 1
-            attempt.sent_ids, body = True, spliced
+            attempt.send_ids()
+            body = spliced
         if attempt.sent_ids or kind is None or not self._wants_check(backend, known, kind, prompt):
-            prompt.token_ids = b""
+            prompt.forget_ids()
         self.metrics.long_prompts.inc(backend.id, "ids" if attempt.sent_ids else "text")
         return body
 

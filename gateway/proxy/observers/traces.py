@@ -42,12 +42,12 @@ class Traces:
         for name, value in request.headers:
             if name in PARENT_AND_STATE:
                 headers.setdefault(name.decode(), []).append(value.decode("latin-1"))
-        exchange.trace = self._spans.begin(_name(exchange), known, headers)
+        exchange.traced(self._spans.begin(_name(exchange), known, headers))
 
     def attempt(self, exchange: Exchange, attempt: Attempt) -> None:
         """Start the attempt's span, if the request is sampled."""
         if exchange.trace.sampled:
-            attempt.context, attempt.predicted_ttft = exchange.trace.child(), attempt.placement.ttft
+            attempt.traced(exchange.trace.child())
 
     def parent(self, exchange: Exchange, attempt: Attempt) -> Parent | None:
         """Return the trace context to send to the attempt's replica, or None to forward the client's own headers."""

@@ -78,7 +78,7 @@ class Decisions:
             prompt = await self._proxy.preparation.prompt(path, body, headers)
         finally:
             self._bytes -= len(body)
-        prompt.token_ids = b""  # the gateway does not forward this request
+        prompt.forget_ids()  # the gateway does not forward this request
         # Encode the headers' values in the way in which the admin server has decoded them.
         named = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         request = Request("POST", path.encode(), named, b"", http10=False, keep_alive=True)
@@ -157,7 +157,7 @@ class Decisions:
         leased = self._find(id)
         attempt = leased.attempt
         if not attempt.first_at:
-            attempt.first_at = monotonic()
+            attempt.show_first(monotonic())
             attempt.backend.answers += 1
             self._settling.first_token(attempt, attempt.begun_at)
         self._renew(leased)
@@ -177,7 +177,8 @@ class Decisions:
         failed = bool(error_status(answer, True) or error_status(answer, False))
         is_event = prompt.stream and prompt.path == RESPONSES and not answer.startswith(b"{")
         usage = believed(read_usage(answer, 2 if is_event else 1), *most_tokens(attempt.backend, prompt))
-        attempt.streams &= attempt.first_at > 0  # if no first byte was reported, its decode time is not known
+        if not attempt.first_at:
+            attempt.untimed()
         if answer and not failed:  # without an answer it is not known whether it succeeded
             self._router.answered(attempt.placement, monotonic())
         if usage.prompt is not None and not attempt.backend.gone and not failed:

@@ -224,7 +224,7 @@ class Placing:
         body = None
         if placement.pull is not None and prompt is not None:
             body = self.pulls.body(asker, placement)
-            prompt.token_ids = b""  # a request with a pull is sent as text
+            prompt.forget_ids()  # a request with a pull is sent as text
         streams = prompt is not None and prompt.stream
         asker.add_attempt(asker.attempt_type(backend, placement, prompt, streams, now, body=body))
         if acted is not None:

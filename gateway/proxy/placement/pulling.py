@@ -89,7 +89,7 @@ class Pulls:
         """
         pull = attempt.placement.pull
         if pull is not None and kind in PULL_FAILED:
-            exchange.stays_whole = True
+            exchange.stay_whole()
             self._metrics.peer_pulls.inc(attempt.backend.id, "failed")
             self._router.pulls.failed(pull.source, attempt.placement.candidate.replica, monotonic())
 

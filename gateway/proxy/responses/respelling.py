@@ -25,7 +25,7 @@ def respelled(exchange: Exchange, attempt: Attempt, data: bytes) -> bytes:
     if message is None:
         return data
     body = error_body(path, attempt.status, message)
-    attempt.response_head = head.with_length(len(body))
+    attempt.rewrite_head(head.with_length(len(body)))
     return body
 
 

@@ -16,7 +16,7 @@ from ...http.upstream import Head, UpstreamError
 from ...prompt.api.resumable import repeated, terms_of, with_answer
 from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from ..exactness.forwarding import process_of
-from ..exchange import Attempt, Exchange, MeteredAttempt, keep, meter
+from ..exchange import Attempt, Exchange, keep, meter
 from ..placement.eligibility import Eligibility
 from ..placement.placing import Placing
 from ..retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN
@@ -76,7 +76,7 @@ class ResumableAttempt(Attempt):
                 if self.mark is not None:
                     self.events += data.count(self.mark)
                 keep(self.tail, data)
-            self.client.transport.write(data)
+            self.client.write(data)
         if error is not None:
             self.handler.failures.lost(self, error)
 
@@ -115,7 +115,7 @@ class Resumer:
         if reason or self.kept + record.size > self._budget:
             self._refused[exchange] = reason or "budget"
             return
-        exchange.stream_record, exchange.attempt_type = record, ResumableAttempt
+        exchange.record_stream(record, ResumableAttempt)
         self._count(record)
 
     def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
@@ -135,7 +135,7 @@ class Resumer:
         at = body.find(b"{") + 1
         if not at or record.terms.tells_ids or not self._may_have_ids(record, attempt):
             return body
-        attempt.asks_ids = True
+        attempt.ask_ids()
         return b"".join((body[:at], ASKS_IDS, body[at:]))
 
     def _may_have_ids(self, record: StreamRecord, attempt: Attempt) -> bool:
@@ -186,7 +186,7 @@ class Resumer:
         if written or error is not None:
             attempt.write(written, error)
         if error is None:
-            attempt.client.transport.write(record.end)
+            attempt.client.write(record.end)
             attempt.handler.on_complete(attempt)
 
     def taken(
@@ -215,9 +215,8 @@ class Resumer:
 
         `reason`: why, the label in metrics; "" for an answer that is not counted there.
         """
-        exchange.stream_record = None
+        exchange.record_stream(None)
         self.kept -= record.counted
-        exchange.attempt_type = MeteredAttempt if exchange.metered else Attempt
         if reason:
             self._refused[exchange] = reason
 
@@ -235,8 +234,7 @@ class Resumer:
         if exchange.is_continued:
             if outcome == "complete" and record.broke:  # resumed without more text
                 self._log(record, f"replica {exchange.attempts[-1].backend.id} resumed it")
-            exchange.prompt = record.prompt
-            exchange.attempts[-1].events = max(exchange.attempts[-1].events, record.events)
+            exchange.told_whole(record.prompt, record.events)
 
     def _log(self, record: StreamRecord, how: str) -> None:
         """Log that a stream was resumed, for at most ten streams in ten seconds; the metrics count all of them.
@@ -279,7 +277,7 @@ class Resumer:
         if record.lost:
             return record.lost
         crashes = exchange.crashes
-        exchange.crashes = crashes._replace(writing=crashes.writing + 1) if record.is_stuck else NO_CRASHES
+        exchange.crashed(crashes._replace(writing=crashes.writing + 1) if record.is_stuck else NO_CRASHES)
         if exchange.crashes.too_many or record.breaks >= MOST_BREAKS:
             return "crashes"
         way, reason = self._way(record)
@@ -329,22 +327,21 @@ class Resumer:
         if record.way == IDS:
             ids = record.go_by_ids()
             left = None if record.limit is None else record.limit - record.given
-            exchange.prompt = with_answer(record.prompt, ids, left)
+            prompt = with_answer(record.prompt, ids, left)
         else:
             record.go_by_repetition()
-            exchange.prompt = repeated(record.prompt)
-        exchange.tried, exchange.attempts_used = self._unlike(attempt, record.way), 0
-        exchange.stays_whole = True
+            prompt = repeated(record.prompt)
+        exchange.resume_elsewhere(prompt, self._unlike(attempt, record.way))
         self._placing.place(exchange)
 
     def _close(self, exchange: Exchange, record: StreamRecord) -> None:
         """Write the end of a stream whose client has all of its text, and finish the request."""
         data = record.framed(record.closing_events()) + record.end
         exchange.attempts[-1].tail.append(data)  # not by `meter`, since these are no output events
-        exchange.client.transport.write(data)
+        exchange.client.write(data)
         self._metrics.continued_streams.inc(OVER)
         self._log(record, "the gateway wrote its end")
-        exchange.handler.dispatch(exchange, ExchangeEvent.FINISHED)
+        exchange.happened(ExchangeEvent.FINISHED)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
         """Begin to relay the answer of a replica that resumes the stream, with its first bytes (`data`)."""
@@ -352,11 +349,9 @@ class Resumer:
         assert record is not None and record.head is not None and isinstance(attempt, ResumableAttempt)
         if record.way == REPEAT and not record.skip:
             record.first = len(exchange.attempts) - 1
-        attempt.events = record.events
-        attempt.mark = next((one.mark for one in exchange.attempts if one.mark is not None), None)
         record.read_from(attempt.response_head)
-        attempt.response_head = record.head
-        attempt.seen_at = monotonic()
+        mark = next((one.mark for one in exchange.attempts if one.mark is not None), None)
+        attempt.continue_stream(record.events, mark, record.head)
         self._settling.joined(attempt)
         self._metrics.continued_streams.inc(record.way)
         if exchange.client.writing_paused:
@@ -370,7 +365,7 @@ class Resumer:
         """
         record = exchange.stream_record
         assert record is not None
-        exchange.error = error
+        exchange.broke_off(error)
         timed_out = isinstance(error, ApiError) and error.status == 504
         crashed = isinstance(error, ApiError) and error.code == "replicas_lost"
         stopped = isinstance(error, UpstreamError) and error.kind == SHUT_DOWN

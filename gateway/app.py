@@ -40,8 +40,8 @@ from .ops.metrics import Metrics, Reading
 from .ops.recent.recent import Recent
 from .ops.view import View
 from .proxy.backend import Backend
+from .proxy.failures.retries import ABORTED, OWN, UNCONFIRMED
 from .proxy.placement.decisions import Decisions
-from .proxy.retries import ABORTED, OWN, UNCONFIRMED
 from .settings import ConfigError, Secrets, Settings, known_urls, overload_of, read_secrets
 from .spaces import ModelSpace
 from .tenants.key_file import KeyFileError
@@ -304,7 +304,7 @@ class Gateway:
     def traffic(self, replica: str, fault: str | None, count: int) -> None:
         """Report to the replica's health record how requests to it went.
 
-        `fault`: the kind of a failed request (`proxy/retries.py`), or None for `count` requests that succeeded.
+        `fault`: the kind of a failed request (`proxy.failures.retries`), or None for `count` requests that succeeded.
         """
         if fault is None:
             self.fleet.succeeded(replica, count)

@@ -17,11 +17,11 @@ from .http.origins import Origins
 from .ops import log as lines
 from .ops.metrics import Metrics
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
-from .proxy.blame import PASSED_ON
 from .proxy.exchange import Exchange
+from .proxy.failures.blame import PASSED_ON
+from .proxy.failures.retries import SHUT_DOWN
 from .proxy.proxy import Proxy
 from .proxy.responses.answers import Usage
-from .proxy.retries import SHUT_DOWN
 from .proxy.settling import OnEnd
 from .settings import ConfigError, Settings
 from .tenants.ending import Settled

@@ -187,7 +187,7 @@ IMPURE = frozenset("time socket asyncio aiohttp threading os datetime selectors"
 def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
     """Policies and state machines are pure: time and load come in as arguments."""
     pure = [*(ROOT / "policies").rglob("*.py"),
-            *(ROOT / "gateway/proxy" / name for name in ("states.py", "retries.py", "blame.py", "exactness/drift.py")),
+            *(ROOT / "gateway/proxy" / name for name in ("states.py", "failures/retries.py", "failures/blame.py", "exactness/drift.py")),
             ROOT / "replicas/lifecycle.py", ROOT / "replicas/health.py", ROOT / "cachemap/events/sequence.py",
             *(ROOT / "replicas/simulated" / name for name in ("engine.py", "batch.py", "blocks.py", "steps.py", "profile.py"))]  # fmt: skip
     for path in pure:

@@ -17,7 +17,7 @@ from gateway.ops.chats import OTHER_TOKENS
 from gateway.ops.comparison import OTHERWISE, UP_TO_DATE
 from gateway.ops.metrics import Metrics, Reading
 from gateway.proxy.admission.control import OverloadControl
-from gateway.proxy.blame import OVERLOADED, PASSED_ON, REQUEST
+from gateway.proxy.failures.blame import OVERLOADED, PASSED_ON, REQUEST
 from gateway.proxy.observers.shadow import told
 from gateway.proxy.states import Leg
 from gateway.settings import Settings

@@ -12,10 +12,10 @@ from replicas.lifecycle import ENGINE_THERE, State
 
 from ..http.messages import HOP_BY_HOP
 from ..http.upstream import Pool, Sink, UpstreamError
-from .blame import MOST_AGREED
 from .exactness.drift import Drift
 from .exactness.token_ids import Forwarding
-from .retries import CONNECT, OWN, REPLACED
+from .failures.blame import MOST_AGREED
+from .failures.retries import CONNECT, OWN, REPLACED
 
 if TYPE_CHECKING:
     from cachemap import EventIntake

@@ -28,7 +28,8 @@ from ..errors import ApiError
 from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
-from .blame import UnattributedError
+from .failures.blame import UnattributedError
+from .failures.retries import AWAY, CLOSED, NO_CRASHES, TRANSFER_FAILED, Crashes
 from .responses.answers import (
     ANY_EVENT,
     OUTPUT_MARKS,
@@ -39,7 +40,6 @@ from .responses.answers import (
     has_end,
     output_events,
 )
-from .retries import AWAY, CLOSED, NO_CRASHES, TRANSFER_FAILED, Crashes
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ is done:
     (preparation)    parse the body, render the prompt, tokenize, hash its blocks      preparation.py, prompt/
     place            wait for room, choose a replica, reserve load on it               admission/, placement/, policies/
     start, _send     get a connection, write head and body to the replica              backend.py, exactness/, http/
-    head, on_body    decide by the answer's head and first bytes if the client         judge.py, responses/
+    head, on_body    decide by the answer's head and first bytes if the client         responses/
                      gets this answer
     relay            write these to the client; later bytes bypass the handler         exchange.py (`Attempt.data`)
     on_complete      end the attempt after the answer's last byte
     settle           learn costs from the answer, update metrics                       settling.py, observers/
 
 A step that has a result calls `Exchange.happened` with an event. The tables in `states` give the exchange's next state
-and the next action. An action is a method of `Handler`, or of `failures.Failures` where something has failed. All
+and the next action. An action is a method of `Handler`, or of `Failures` (failures/) where something has failed. All
 modules read the fields of exchanges and attempts, and only the classes' own methods, named after what has happened,
 assign them.
 
@@ -41,18 +41,18 @@ from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import PROMPT_PATHS
 from ..tenants.handover import refusal_of_head
 from ..tenants.salting import salt_request
-from . import retries
 from .admission.priorities import HeadOf, Priorities, encoding_refusal
 from .disagg.legs import leg_head, second_leg
 from .exactness.forwarding import TokenIdForwarding
 from .exchange import NO_BUFFERING, Attempt, Exchange, request_head
-from .failures import Failures
-from .judge import Judge
+from .failures import retries
+from .failures.actions import Failures
 from .own_paths import OwnPaths
 from .placement.placing import Placing
 from .preparation import Preparation
 from .responses import answers
 from .responses.answers import ERROR_MARK, ERROR_WITHIN, MEMBERS, MOST_HELD_BACK, Sight
+from .responses.judge import Judge
 from .responses.respelling import respelled
 from .responses.stored import PATH as RESPONSES
 from .responses.stored import Responses, referred_to

@@ -21,8 +21,8 @@ from .admission.overload import Overload
 from .admission.priorities import Priorities, differ
 from .admission.queue import Queue
 from .backend import Backend
-from .deadlines import Deadlines
 from .exactness.forwarding import TokenIdForwarding
+from .failures.deadlines import Deadlines
 from .handle import Handler
 from .observers.figures import Figures
 from .observers.shadow import Shadows

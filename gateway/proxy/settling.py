@@ -25,15 +25,25 @@ from replicas.pulse import Pulse
 
 from ..prompt.api.openai import MOST_SEQUENCES, UNKNOWN_CONTEXT
 from ..prompt.prompt import GUESSED, NO_PREFILL, RESPONSES
-from . import retries
-from .blame import DOUBTFUL, OVERLOADED, PASSED_ON, REFUSALS, REFUSED_ALIKE, REQUEST, SAME, UnattributedError, agree
 from .exactness.drift import TOLERATED
 from .exactness.forwarding import TokenIdForwarding
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs, output_tokens
+from .failures import retries
+from .failures.blame import (
+    DOUBTFUL,
+    OVERLOADED,
+    PASSED_ON,
+    REFUSALS,
+    REFUSED_ALIKE,
+    REQUEST,
+    SAME,
+    UnattributedError,
+    agree,
+)
+from .failures.retries import ABORTED, ERROR_ANSWER, KINDS, LEG_REFUSED, Next, of_status
 from .placement import pulling
 from .responses import answers
 from .responses.answers import NOTHING, Usage, believed, error_status, read_usage
-from .retries import ABORTED, ERROR_ANSWER, KINDS, LEG_REFUSED, Next, of_status
 from .states import BROKEN_OFF, AttemptEvent, AttemptState, Leg
 
 if TYPE_CHECKING:

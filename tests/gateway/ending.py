@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from gateway import cli as gateway_cli
-from gateway.proxy import deadlines
+from gateway.proxy.failures import deadlines
 from replicas import State
 from replicas.simulated import cli
 from replicas.simulated.server import Server

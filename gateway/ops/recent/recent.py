@@ -16,7 +16,7 @@ from replicas import Replica, State
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC
 from replicas.served import base_names
 
-from ...proxy.blame import OVERLOADED, REQUEST
+from ...proxy.failures.blame import OVERLOADED, REQUEST
 from ...tenants.limits import WORDS
 from ..gains import Gains
 from ..log import event

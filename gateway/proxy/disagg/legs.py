@@ -23,13 +23,13 @@ from replicas.names import bracketed
 from ...http.chunks import unchunked
 from ...http.upstream import Head, UpstreamError
 from ...prompt.prompt import as_variant
-from .. import retries
 from ..backend import Backend
-from ..blame import DOUBTFUL
 from ..exchange import Asker, Attempt, Exchange, Legs, Parent, request_head
+from ..failures import retries
+from ..failures.blame import DOUBTFUL
+from ..failures.retries import of_status
 from ..placement.eligibility import Eligibility
 from ..responses.answers import error_status, foreign_head, media_type, read_usage
-from ..retries import of_status
 from ..settling import cut_short
 from ..states import AttemptEvent, ExchangeEvent, Leg
 

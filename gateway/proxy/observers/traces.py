@@ -13,8 +13,8 @@ from policies.decisions import SHUTTING_DOWN
 
 from ...ops.spans import Spans, traceparent
 from ..exchange import Attempt, Exchange, Parent
+from ..failures.retries import TIMEOUT
 from ..responses.answers import NOTHING, Usage
-from ..retries import TIMEOUT
 from ..states import Leg
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from replicas.engines.transfer import PATHS
 
 from ..backend import Backend
 from ..exchange import Asker, Attempt, Exchange
-from ..retries import PULL_FAILED
+from ..failures.retries import PULL_FAILED
 
 if TYPE_CHECKING:
     from ...ops.metrics import Metrics

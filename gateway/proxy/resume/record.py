@@ -27,8 +27,8 @@ import orjson
 
 from ...http.chunks import END_OF_BODY, Chunks, framed
 from ...http.upstream import Head, UpstreamError
+from ..failures.retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
 from ..responses.answers import BOM, error_status
-from ..retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
 
 if TYPE_CHECKING:
     from ...prompt import Prompt

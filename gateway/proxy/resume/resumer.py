@@ -17,9 +17,9 @@ from ...prompt.api.resumable import repeated, terms_of, with_answer
 from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from ..exactness.forwarding import process_of
 from ..exchange import Attempt, Exchange, keep, meter
+from ..failures.retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN
 from ..placement.eligibility import Eligibility
 from ..placement.placing import Placing
-from ..retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN
 from ..settling import Settling
 from ..states import AttemptState, ExchangeEvent
 from .record import IDS, OVER, REPEAT, StreamRecord

@@ -4,7 +4,7 @@ import asyncio
 
 from cachemap.background import Background
 from gateway.proxy.backend import Backend
-from gateway.proxy.blame import MOST_AGREED
+from gateway.proxy.failures.blame import MOST_AGREED
 from policies import Candidate, CostGroup, Ledger
 from replicas.replica import Replica
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.proxy.blame import UnattributedError, agree, settled
+from gateway.proxy.failures.blame import UnattributedError, agree, settled
 
 
 def said(*answers):

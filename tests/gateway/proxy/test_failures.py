@@ -521,7 +521,7 @@ async def test_every_end_is_told_to_all_whatever_fails_at_it(monkeypatch, bug):
 
 @pytest.mark.parametrize("head", [SSE_HEAD, SSE_HEAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: 1000")])
 async def test_a_bug_while_an_answer_is_under_way_writes_no_second_one_into_it(monkeypatch, caplog, head):
-    monkeypatch.setattr("gateway.proxy.failures.ends_with_event", fails)
+    monkeypatch.setattr("gateway.proxy.failures.actions.ends_with_event", fails)
     async with stack(says(head + chunk(EVENT), then_hangs=False)) as s:
         talk = await s.say(post())
         assert (await talk.rest()).partition(b"\r\n\r\n")[2] == chunk(EVENT)

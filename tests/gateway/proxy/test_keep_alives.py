@@ -6,8 +6,9 @@ import json
 import pytest
 
 from gateway.http import chunks
-from gateway.proxy import deadlines, judge
+from gateway.proxy.failures import deadlines
 from gateway.proxy.responses import answers as looked_at
+from gateway.proxy.responses import judge
 from gateway.proxy.responses.answers import keep_alives_end
 from replicas import State
 

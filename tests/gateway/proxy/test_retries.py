@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.blame import DOUBTFUL, REFUSED_ALIKE
-from gateway.proxy.retries import (
+from gateway.proxy.failures.blame import DOUBTFUL, REFUSED_ALIKE
+from gateway.proxy.failures.retries import (
     CLOSED,
     CONNECT,
     ELSEWHERE,

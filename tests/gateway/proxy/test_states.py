@@ -1,6 +1,6 @@
 """The tables of an exchange and of its attempts, on their own."""
 
-from gateway.proxy.failures import Failures
+from gateway.proxy.failures.actions import Failures
 from gateway.proxy.handle import Handler
 from gateway.proxy.states import (
     ATTEMPT_TRANSITIONS,

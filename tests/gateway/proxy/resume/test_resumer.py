@@ -11,8 +11,8 @@ import pytest
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.admission.overload import Overload
+from gateway.proxy.failures.retries import STALLED
 from gateway.proxy.resume import resumer
-from gateway.proxy.retries import STALLED
 from gateway.tenants.keys import Keys
 from policies import Classes, QosClass, Rules, Slo
 from replicas import State

@@ -9,14 +9,14 @@ from __future__ import annotations
 from replicas import State
 from replicas.progress import STALLED as STANDS_STILL
 
-from ..errors import ApiError
-from ..http.upstream import UpstreamError
-from .exchange import Attempt, Exchange
-from .handle import Handler
-from .observers.figures import Figures
-from .responses.answers import has_other_event, keeps_alive
+from ...errors import ApiError
+from ...http.upstream import UpstreamError
+from ..exchange import Attempt, Exchange
+from ..handle import Handler
+from ..observers.figures import Figures
+from ..responses.answers import has_other_event, keeps_alive
+from ..states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
-from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 # An engine's comments and pings, which keep the connection alive, are held back for this time after a request was sent,
 # so that a failure within it can be reported by a status. Later ones are relayed as they come.

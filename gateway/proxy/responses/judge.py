@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..http.upstream import UpstreamError
-from . import retries
-from .backend import Backend
-from .blame import DOUBTFUL, OVERLOADED, agree, settled
-from .exchange import Attempt, Exchange
-from .placement.eligibility import Eligibility
-from .responses import answers
-from .responses.answers import MOST_HELD_BACK, Beginning, Sight, begins, first_error, look
-from .settling import Settling
+from ...http.upstream import UpstreamError
+from ..backend import Backend
+from ..exchange import Attempt, Exchange
+from ..failures import retries
+from ..failures.blame import DOUBTFUL, OVERLOADED, agree, settled
+from ..placement.eligibility import Eligibility
+from ..settling import Settling
+from . import answers
+from .answers import MOST_HELD_BACK, Beginning, Sight, begins, first_error, look
 
 # Statuses that may be due to what the gateway wrote into the request (token ids, a leg's parameters). The request is
 # repeated as received, so that a client only sees errors that its own request caused.

@@ -11,22 +11,22 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from ..errors import JSON, ApiError, error_event
-from ..http.chunks import END_BYTES, ends_with_event
-from ..http.upstream import UpstreamError
+from ...errors import JSON, ApiError, error_event
+from ...http.chunks import END_BYTES, ends_with_event
+from ...http.upstream import UpstreamError
+from ..exchange import Attempt, Exchange
+from ..placement.placing import Placing
+from ..responses import answers
+from ..responses.judge import NO_RETRY, Judge
+from ..resume.resumer import Resumer
+from ..settling import ABANDONED, STREAMING_APIS, Settling
+from ..states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 from . import retries
 from .blame import settled
-from .exchange import Attempt, Exchange
-from .judge import NO_RETRY, Judge
-from .placement.placing import Placing
-from .responses import answers
-from .resume.resumer import Resumer
 from .retries import KINDS, Failed, Next
-from .settling import ABANDONED, STREAMING_APIS, Settling
-from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
-    from ..ops.metrics import Metrics
+    from ...ops.metrics import Metrics
 
 # The event that ends an exchange whose client has no byte yet, by the exchange's state.
 REFUSING = {

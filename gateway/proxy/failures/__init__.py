@@ -1,0 +1,1 @@
+"""What follows a failure: the kinds and their rules, whose fault it is, deadlines, and the actions."""

@@ -189,6 +189,11 @@ class Attempt:
         self.seen_at, self.withheld, self.beginning = monotonic(), b"", None
         if shows_output:
             self.first_at = self.seen_at
+            ok, upstream = self.status == 200 and not self.fault, self.upstream
+            self.came_whole = (
+                ok and not self.streams and upstream is not None and upstream.complete
+                and self.prompt is not None and self.leg is None
+            )  # fmt: skip
 
     def first_read(self, data: bytes) -> None:
         """Note the first bytes that go to the client."""
@@ -209,10 +214,6 @@ class Attempt:
     def untimed(self) -> None:
         """Treat the answer as not streamed, since nobody reported its first byte: its decode time is unknown."""
         self.streams = False
-
-    def end_whole(self) -> None:
-        """Note that the whole answer came in one read, so that it is accounted for in one step."""
-        self.came_whole = True
 
     def swept(self, now: float) -> None:
         """Note that the sweep has found new reads, or the head of a first leg's answer, at `now`."""

@@ -137,12 +137,11 @@ class Handler:
         ):
             answer(client, request, tenant)
             return
-        exchange = client.exchange = self._exchange(client, request, label or "other")
+        exchange = client.exchange = self._begin(client, request, label or "other")
         if self._metered:
             exchange.meter()
         if path.startswith(RESPONSES):
             exchange.refer_to(referred_to(request))
-        self._begin(exchange)
         error = None if tenant is None else self._turned_down(exchange, tenant)
         if error is None and self.priorities is not None:
             error = encoding_refusal(request)
@@ -157,15 +156,17 @@ class Handler:
         else:
             self._preparation.begin_other(exchange)
 
-    def _exchange(self, client: Downstream, request: Request, label: str) -> Exchange:
-        id = request.named.get(b"x-request-id") or next(self._ids).encode()
-        return Exchange(self, client, request, id, label)
+    def _begin(self, client: Downstream, request: Request, label: str) -> Exchange:
+        """Return a new exchange, one of those under way; its trace is started if tracing is on.
 
-    def _begin(self, exchange: Exchange) -> None:
-        """Start a request's trace, if tracing is on, and add the request to those under way."""
+        `label`: the name of its API in metrics.
+        """
+        id = request.named.get(b"x-request-id") or next(self._ids).encode()
+        exchange = Exchange(self, client, request, id, label)
         if self._traces is not None:
             self._traces.begin(exchange)
         self.under_way.add(exchange)
+        return exchange
 
     def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
         """Return the tenant that a request's API key belongs to, or the error for a request without a valid key.
@@ -209,8 +210,7 @@ class Handler:
     def _without_slash(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
         """Answer 307 with the path without its trailing slash, as vLLM does; the client repeats the request there."""
         path, mark, query = request.target.partition(b"?")
-        exchange = self._exchange(client, request, "other")
-        self._begin(exchange)
+        exchange = self._begin(client, request, "other")
         self.under_way.discard(exchange)
         if tenant is not None:
             exchange.belong_to(tenant)

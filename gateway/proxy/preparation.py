@@ -204,7 +204,8 @@ class Preparation:
                     prepared.append((exchange, self._prepare(exchange)))
         finally:
             event_loop.holds = False
-        self._placing.begin_batch()
+        if len(prepared) > 1:
+            self._placing.begin_batch()
         try:
             for exchange, (prompt, seconds) in prepared:
                 if prompt is TAKES_LONG:
@@ -212,7 +213,8 @@ class Preparation:
                 else:
                     exchange.run_isolated(self._prepared, exchange, prompt, seconds, "prepare")
         finally:
-            self._placing.end_batch()
+            if len(prepared) > 1:
+                self._placing.end_batch()
 
     def _prepare_in_thread(self, exchange: Exchange) -> None:
         self._in_thread(

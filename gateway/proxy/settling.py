@@ -351,7 +351,8 @@ class Settling:
             backend.answers += 1
             if exchange.unattributed_errors:
                 self._attribute(exchange, attempt)
-        self.first_token(attempt, exchange.begun)
+        if not attempt.came_whole:  # else `finish` accounts for all of it at once
+            self.first_token(attempt, exchange.begun)
 
     def first_token(self, attempt: Attempt, since: float) -> None:
         """Record an attempt's first byte: end its prefill in the load ledger, learn its TTFT, and update metrics.
@@ -359,11 +360,7 @@ class Settling:
         `since`: when the client began to wait, in monotonic seconds.
         """
         backend, at = attempt.backend, attempt.first_at
-        ok, upstream = attempt.status == 200 and not attempt.fault, attempt.upstream
-        is_whole = ok and not attempt.streams and upstream is not None and upstream.complete
-        if is_whole and attempt.prompt is not None and attempt.leg is None:
-            attempt.end_whole()
-            return
+        ok = attempt.status == 200 and not attempt.fault
         ours = attempt.streams and not self.pulse.saw(attempt.sent_at, at)
         tells = ok and attempt.streams and attempt.prompt is not None and not (ours or attempt.seen_late)
         learns = tells and backend.may_learn(at)

@@ -579,8 +579,9 @@ def _last_usage(tail: bytes, depth: int) -> Usage | None:
     if type(details) is not dict or details.keys() & _CACHED_OTHERWISE:
         return None
     counts = usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens")
-    if not all(count is None or (type(count) is int and 0 <= count < 10**18) for count in counts):
-        return None
+    for count in counts:
+        if count is not None and not (type(count) is int and 0 <= count < 10**18):
+            return None
     return Usage(*counts)
 
 

@@ -44,7 +44,7 @@ async def test_a_connection_that_comes_while_closing_is_cut():
         await server.close()
         aborted = []
         late = Downstream(server.clients)
-        late.connection_made(type("Transport", (), {"abort": lambda self: aborted.append(1)})())
+        late.connection_made(type("Transport", (), {"abort": lambda self: aborted.append(1), "write": None})())
         assert aborted and not server.connections
 
 

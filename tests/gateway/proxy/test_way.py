@@ -21,7 +21,7 @@ ANSWER = {
 }
 # It was 34 when this was one object in nine files; what an engine learns from usage, once its client has the answer, is
 # not counted. The costs are one of them where an answer comes in one piece: they say how long that takes.
-MOST_FILES = 21
+MOST_FILES = 22
 MOST_CALLS = 112
 
 

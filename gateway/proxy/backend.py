@@ -99,12 +99,11 @@ class Backend:
     async def _check(self, incarnation: str) -> UpstreamError | None:
         """Return why a connection that was just opened must not be used, or None if it may be.
 
-        A replica's watcher knows which process listens at its address, as long as the connection that it keeps to this
-        process is open. Once that has closed, the watcher checks models, version and process again before this returns.
-        The process that answers it was there while the new connection was open. So the check is valid for the new
-        connection, even if the engine has closed that meanwhile.
-
-        `incarnation`: the replica's process for which the connection was opened.
+        It must lead to the process for which it was opened (`incarnation`), and that process must accept new requests.
+        The replica's watcher keeps a connection to the process. As long as that is open, the same process listens at
+        the address. Once it has closed, the watcher checks models, version and process again before this returns. The
+        new connection was open during that check. So the check holds for it, even if the engine has closed it
+        meanwhile.
         """
         replica = self.replica
         answered = replica.is_proven or await self.prove(self.id)
@@ -121,9 +120,10 @@ class Backend:
         return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
-        """Return two parts of every request's head: the lines that this replica gets, the client headers not forwarded.
+        """Return the lines to add to every request head for this replica, and the client's headers to leave out.
 
-        The lines are `host` and the replica's configured headers. The second part is a set of names in lower case.
+        The lines are `host` and the replica's configured headers. The headers to leave out are a set of names in lower
+        case.
         """
         ours, transfer = {**self.replica.headers, **self.replica.credentials}, self.replica.transfer
         chosen = {name.lower().encode(): value.encode() for name, value in ours.items()}
@@ -161,7 +161,10 @@ class Backend:
 
     @property
     def is_witness(self) -> bool:
-        """Whether its error answers count as evidence against requests: it has not failed too many in a row."""
+        """Whether an error answer of this replica counts as evidence that the request is at fault.
+
+        It does not once the replica has failed too many requests in a row (`MOST_AGREED`).
+        """
         return self.failures < MOST_AGREED
 
     @property
@@ -175,16 +178,20 @@ class Backend:
         return self.replica.serves(model)
 
     def may_learn(self, now: float) -> bool:
-        """Return whether to learn costs from an answer now; if so, it counts against the rate of LEARN_SECONDS."""
+        """Return whether costs may be learned from an answer at `now` (monotonic seconds); if so, count the answer.
+
+        One answer per `LEARN_SECONDS` (10 ms) is allowed on average, and up to `LEARN_AT_ONCE` (100) in a burst.
+        """
         if self.learn_at > now:
             return False
         self.learn_at = max(self.learn_at, now - LEARN_SECONDS * LEARN_AT_ONCE) + LEARN_SECONDS
         return True
 
     def listen(self, intake: EventIntake | None, begin: Callable[[], None], background: Background) -> None:
-        """Call `begin`, then read KV events with this intake from now on; None: read none.
+        """Stop the previous intake of KV events, call `begin`, then read events with this intake (None: read none).
 
-        Both wait until the previous intake has ended, since it may still write to this replica's part of the map.
+        `begin` and the reading wait until the previous intake has ended, since it may still write to this replica's
+        part of the map.
         """
         self.intake = intake
 

@@ -137,7 +137,7 @@ class Attempt:
         self.upstream, self.sent_at = upstream, monotonic()
 
     def traced(self, context: Any) -> None:
-        """Note the span of this attempt, and the TTFT that is predicted as it begins."""
+        """Keep the context of the attempt's trace span, and the TTFT in seconds that is predicted at its begin."""
         self.context, self.predicted_ttft = context, self.placement.ttft
 
     def ask_ids(self) -> None:
@@ -153,7 +153,7 @@ class Attempt:
         self.body = None
 
     def parse_stream(self, beginning: Beginning) -> None:
-        """Have `beginning` parse the first bytes of the stream, from its start."""
+        """Keep the parser (`beginning`) of the stream's first bytes, which are held back until they show output."""
         self.beginning = beginning
 
     def hold_back(self, data: bytes) -> None:
@@ -172,7 +172,10 @@ class Attempt:
         self.fault, self.computed = status, computed
 
     def release_keep_alives(self, end: int, now: float) -> bytes:
-        """Return the first `end` of the bytes held back, comments and pings, which the client is sent at `now`."""
+        """Remove the first `end` bytes from those held back, and return them to be sent to the client.
+
+        They are comments and pings, which keep the client's connection alive. `now`: in monotonic seconds.
+        """
         chunked, data = self.response_head.is_chunked, self.withheld[:end]
         self.withheld = self.withheld[end:]
         self.looked_at = len(self.withheld)
@@ -181,9 +184,9 @@ class Attempt:
         return data
 
     def answer(self, shows_output: bool) -> None:
-        """Note that the client gets this answer from now on, beginning with what was held back.
+        """Note that this attempt's answer goes to the client from now on, including the bytes that were held back.
 
-        `shows_output`: whether its bytes so far show a token, which makes this the time of the first one.
+        `shows_output`: whether the bytes so far contain output; if so, this is the time of the first token.
         """
         self.state = ATTEMPT_TRANSITIONS[self.state, ANSWERED]
         self.seen_at, self.withheld, self.beginning = monotonic(), b"", None
@@ -196,7 +199,10 @@ class Attempt:
             )  # fmt: skip
 
     def first_read(self, data: bytes) -> None:
-        """Note the first bytes that go to the client."""
+        """Keep the first bytes that go to the client, and begin to count output events if they have to be counted.
+
+        They are counted in metered streams, and in streams for which the client requested no usage.
+        """
         exchange, prompt = self.exchange, self.prompt
         if exchange.metered:
             meter(self, data)
@@ -208,7 +214,10 @@ class Attempt:
         self.pieces = 1
 
     def show_first(self, at: float, late: bool = False) -> None:
-        """Note that the first output was seen at `at`, in monotonic seconds; `late`: it came earlier in truth."""
+        """Note that the first output was seen at `at`, in monotonic seconds.
+
+        `late`: it was seen later than it came.
+        """
         self.first_at, self.seen_late = at, late
 
     def untimed(self) -> None:
@@ -220,9 +229,11 @@ class Attempt:
         self.seen_pieces, self.seen_at = self.pieces, now
 
     def continue_stream(self, events: int, mark: bytes | None, head: Head) -> None:
-        """Go on with another replica's stream, of which the client has `head` and that many output `events`.
+        """Note that this attempt's answer continues a stream that another replica began.
 
-        `mark`: the bytes that each output event contains, if they are counted.
+        `events`: the number of output events that the client has.
+        `mark`: the bytes that each output event contains, None if events are not counted so.
+        `head`: the head of the answer that the client has.
         """
         self.events, self.mark, self.response_head, self.seen_at = events, mark, head, monotonic()
 
@@ -422,7 +433,7 @@ PREPARING, PREPARED, PLACED = ExchangeState.PREPARING, ExchangeEvent.PREPARED, E
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """A client's request, from its last byte in to the last byte of its answer out."""
+    """A client's request, from the arrival of its last byte until the last byte of its answer is sent."""
 
     handler: Any  # the `Handler`, whose module imports this one
     client: Downstream
@@ -488,11 +499,11 @@ class Exchange:
         self.meter()
 
     def charged(self, charge: Charge | None) -> None:
-        """Note the claim on its tenant's limits; None if the tenant has none."""
+        """Note the request's claim on its tenant's limits; None if the tenant has no limits."""
         self.charge = charge
 
     def costs(self, cost: Cost) -> None:
-        """Note what it counts against its tenant's limits."""
+        """Note the request's cost, which is what it counts against its tenant's limits."""
         self.cost = cost
 
     def names(self, model: str | None) -> None:
@@ -500,19 +511,26 @@ class Exchange:
         self.model = model
 
     def traced(self, trace: Any) -> None:
-        """Note its trace."""
+        """Note the trace that was begun for the request."""
         self.trace = trace
 
     def stay_whole(self, stays: bool = True) -> None:
-        """Have it sent in one leg and without another replica's cache from now on, unless `stays` is false."""
+        """Have the request sent in one leg, and without pulling its prompt's KV cache from another replica.
+
+        `stays`: False to allow both again.
+        """
         self.stays_whole = stays
 
     def split(self, legs: Legs, prompt: Prompt) -> None:
-        """Note that it is split into two legs, with `prompt` as the format of the prefiller."""
+        """Note that the request is split into two legs.
+
+        `legs`: their state.
+        `prompt`: the request's prompt, in the format of the prefiller.
+        """
         self.legs, self.prompt = legs, prompt
 
     def rejoin(self) -> Legs | None:
-        """Note that it is in one leg from now on; return the state of its legs, None if it was not split."""
+        """Note that the request is in one leg from now on; return the state of its legs, None if it had no legs."""
         legs, self.legs = self.legs, None
         return legs
 
@@ -529,7 +547,7 @@ class Exchange:
         self.status, self.error = status, error
 
     def broke_off(self, error: Exception | None) -> None:
-        """Note why the answer ends before its end."""
+        """Note the error that ended the answer before it was complete."""
         self.error = error
 
     def used(self, attempts: int) -> None:
@@ -549,21 +567,34 @@ class Exchange:
         self.unattributed_errors += (error,)
 
     def attributed(self) -> tuple[UnattributedError, ...]:
-        """Return the errors that nobody was blamed for until now, and forget them."""
+        """Return the errors for which the fault was undecided until now, and remove them from the exchange."""
         errors, self.unattributed_errors = self.unattributed_errors, ()
         return errors
 
     def record_stream(self, record: StreamRecord | None, attempt_type: type[Attempt] | None = None) -> None:
-        """Have a record kept of its stream by attempts of that type; None: of the usual type, and no record."""
+        """Set the record of the request's stream, and the type of the attempts that fill the record.
+
+        `record`: None to keep no record any more.
+        `attempt_type`: None for the usual type, which keeps no record.
+        """
         self.stream_record = record
         self.attempt_type = attempt_type or (MeteredAttempt if self.metered else Attempt)
 
     def resume_elsewhere(self, prompt: Prompt, tried: tuple[Backend, ...]) -> None:
-        """Have `prompt`, the rest of its stream, sent to a replica that is not among `tried`, in one leg."""
+        """Prepare the request for another replica, which is to write the rest of its stream in one leg.
+
+        The retries are counted from zero again.
+
+        `prompt`: what the other replica has to compute: the rest of the stream, or the whole request again.
+        `tried`: the replicas that must not get it.
+        """
         self.prompt, self.tried, self.attempts_used, self.stays_whole = prompt, tried, 0, True
 
     def told_whole(self, prompt: Prompt, events: int) -> None:
-        """Note the client's own prompt, and all output events of a stream that several replicas wrote."""
+        """Set the prompt and the number of output events of a whole stream that several replicas wrote.
+
+        They are for its accounting. `prompt`: the client's own, in place of the one that asked for the rest.
+        """
         last = self.attempts[-1]
         self.prompt, last.events = prompt, max(last.events, events)
 
@@ -734,11 +765,11 @@ class Exchange:
 class ExternalRequest:
     """A request that another proxy forwards to the replica chosen here (`/decide`, see `decisions`).
 
-    It has one attempt, and a lease instead of a connection: the other proxy reports its progress within a time.
+    It has one attempt, and a lease instead of a connection: the other proxy must report progress before the lease ends.
 
     `request`: its head, without a body.
     `seconds`: the length of the lease.
-    `found`: becomes the attempt once a replica is chosen.
+    `found`: a future, whose result is the attempt once a replica is chosen.
     `timers`: the running timers of the lease, by their callbacks.
     """
 
@@ -788,7 +819,11 @@ Asker = Exchange | ExternalRequest  # a request for which a replica is to be cho
 
 
 class Parent(NamedTuple):
-    """A `traceparent` header's value, the parent of the replica's spans, and the client's headers that it replaces."""
+    """The trace context that a replica gets with a request.
+
+    `value`: the value of the `traceparent` header, which names the parent of the replica's spans.
+    `replaces`: the names of the client's headers that are left out because of it.
+    """
 
     value: bytes
     replaces: frozenset[bytes]
@@ -829,7 +864,7 @@ MOST = 12
 
 
 class Batcher:
-    """A collector of the items that arrive in one event-loop iteration; `work` is called with up to MOST of them.
+    """A collector of the items that arrive in one event-loop iteration; `work` is called with up to 12 (`MOST`).
 
     An iteration of a busy loop has up to a dozen requests. Working on all of them stage by stage keeps the code of one
     stage in the CPU core's caches. One by one, each stage would find there the code of the kernel and of other stages.

@@ -157,7 +157,7 @@ class Handler:
             self._preparation.begin_other(exchange)
 
     def _begin(self, client: Downstream, request: Request, label: str) -> Exchange:
-        """Return a new exchange, one of those under way; its trace is started if tracing is on.
+        """Create an exchange and add it to those under way; begin its trace if tracing is on.
 
         `label`: the name of its API in metrics.
         """
@@ -171,8 +171,8 @@ class Handler:
     def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
         """Return the tenant that a request's API key belongs to, or the error for a request without a valid key.
 
-        Returns None for a path that needs no key. The client's connection is told whether the key was valid: without
-        one it keeps no further requests before this one is answered.
+        Returns None for a path that needs no key. The client's connection notes whether there was a valid key. Without
+        one, the client may not send further requests ahead of the answer to this one.
         """
         tenant = keys.authenticate(request)
         if tenant is None or isinstance(tenant, ApiError):
@@ -452,7 +452,10 @@ class Handler:
             attempt.exchange.happened(FINISHED)
 
     def settle(self, exchange: Exchange, _: Any) -> None:
-        """End a request whose answer the client has completely; its accounting follows, with that of other requests."""
+        """End a request whose answer the client has completely.
+
+        Its accounting follows in a batch, with that of other requests.
+        """
         self.under_way.discard(exchange)
         exchange.client.finish(not exchange.attempts[-1].response_head.until_close)
         self.settling.complete.add(exchange)

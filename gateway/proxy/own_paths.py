@@ -45,7 +45,7 @@ class OwnPaths:
     def answer_to(self, request: Request, tenant: Tenant | None) -> Answer | None:
         """Return the function that answers a request for one of the gateway's own paths; None for other requests.
 
-        While no model is known, the list of models is one of these others.
+        Returns None for the list of models, too, as long as no model is known.
         """
         if request.method not in ("GET", "HEAD"):
             return None
@@ -87,11 +87,11 @@ class OwnPaths:
         return None
 
     def _list_models(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
-        """Answer with the list of served models, for a tenant of those that it may use.
+        """Answer with the list of served models; for a tenant, with those that the tenant may use.
 
-        Called only while at least one model is known, since a client would believe an empty list. Otherwise the request
-        is forwarded like any other: it gets 503 until a replica is ready, and a replica that reports its models only to
-        clients with an API key answers it itself.
+        Called only while at least one model is known, since a client would believe an empty list. As long as none is
+        known, the request is forwarded to a replica. If no replica is ready, it gets 503. If the replicas report their
+        models only to clients with an API key, a replica answers the request.
         """
         names = [name for name in sorted(self._eligible.names) if tenant is None or tenant.may_use(name)]
         data = [self._described(name) for name in names]

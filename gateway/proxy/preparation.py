@@ -195,7 +195,10 @@ class Preparation:
         return ApiError(400, f"name a model; served here: {', '.join(models)}", param="model", code="model_not_named")
 
     def _together(self, exchanges: list[Exchange]) -> None:
-        """Prepare all requests of a batch, then place and send them: of 12, each takes a third less CPU than alone."""
+        """Prepare all requests of a batch, then place and send all of them.
+
+        In a batch of 12, a request takes a third less CPU than alone.
+        """
         event_loop.holds, event_loop.until = True, perf_counter() + LOOP_SECONDS
         try:
             prepared = []
@@ -300,7 +303,7 @@ class Preparation:
             self._ready(exchange, prompt)
 
     def _count(self, prompt: Prompt) -> None:
-        """Count a prompt whose tokens the gateway does not know completely; log it at most every SAID_EVERY seconds."""
+        """Count a prompt whose tokens the gateway does not know exactly; log that at most once a minute per path."""
         if prompt.media:
             self._metrics.media_prompts.inc(prompt.media)
         if prompt.declined and self._eligible.ready_for(prompt.model or None):

@@ -25,9 +25,9 @@ _ESCAPED = re.compile(rb'"(?:[a-z_]|\\u00[0-7][0-9A-Fa-f])+"')
 
 
 def capped(body: bytes, path: str, tokens: int) -> bytes:
-    """Return a request's body with its answer limited to `tokens` output tokens.
+    """Return a request's JSON body with its answer limited to `tokens` output tokens.
 
-    `body`: a JSON object, posted to one of the paths in `LIMITS`.
+    A `min_tokens` in the body is set to 0. `path`: the path of the request, one of those at which text is generated.
     """
     named = _named(body)
     limits, limit = LIMITS[path], b"%d" % tokens
@@ -36,7 +36,10 @@ def capped(body: bytes, path: str, tokens: int) -> bytes:
 
 
 def _named(body: bytes) -> set[bytes]:
-    """Return which member names of `LIMITS`, and `min_tokens`, occur in a body, at any depth."""
+    """Return the names of token limits (such as `max_tokens`, and `min_tokens`) that occur as a string in a JSON body.
+
+    A name counts at any depth, and also if it is spelt with escapes.
+    """
     names = {name for limits in LIMITS.values() for name in limits} | {LEAST}
     found = {name for name in names if b'"%b"' % name in body}
     if _ESCAPE in body:

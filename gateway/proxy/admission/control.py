@@ -1,9 +1,9 @@
 """Overload control: lower service classes are limited while higher ones miss the limits on their latencies.
 
-Latencies are judged once per time window. `policies.Control` decides which step to take or to undo, with one instance
-for the replicas of each model, here called a fleet. This module has the clock, the metrics and the events. The server's
-sweep calls `look`. `status` returns the state and the last events for `/status`; `on_change` is called with each event,
-for the journal of the live page.
+Latencies are judged once per time window. Then a step may be taken or undone, such as to cap the answers of a class or
+to refuse its requests. `policies.Control` decides that, with one instance for the replicas of each model, here called a
+fleet. This module has the clock, the metrics and the events. The server's sweep calls `look`. `status` returns the
+state and the last events for `/status`. `on_change` is called with each event, for the journal of the live page.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class Fleet:
 
     @property
     def name(self) -> str:
-        """The label that alerts and autoscalers use for this fleet, the same in all workers and at all times."""
+        """The fleet's label for alerts and autoscalers: its base model, or the first of `names` if that is unknown.
+
+        The base model's label is the same in all workers and at all times.
+        """
         return self.base or min(self.names, default="")
 
 
@@ -107,10 +110,10 @@ class OverloadControl:
         look_at_queue: Callable[[], None],
         unanswered: Callable[[float], Mapping[tuple[str, str], Sequence[float]]],
     ):
-        """Create the control loop.
+        """Create overload control, without any fleet yet.
 
-        `window`: how many seconds of answers are judged at a time.
-        `look_at_queue`: has the queue check its waiting requests, after a change.
+        `window`: the seconds of answers that are judged at a time.
+        `look_at_queue`: called after a step was taken or undone, so that the queue checks its waiting requests.
         `unanswered(now)`: returns, by class and model, for how many seconds each stream has waited for a first token.
         """
         self._unanswered = unanswered
@@ -134,11 +137,11 @@ class OverloadControl:
         metrics.read_from(self.reading)
 
     def follow(self, admission: Admission, name: str, base: str = "") -> None:
-        """Note that an admission gets requests for a model, by whose latencies it will be controlled.
+        """Put the admission of a fleet (a group of replicas) under control, by the latencies of one more model label.
 
-        `admission`: that of a group of replicas (a fleet) of one base model.
-        `name`: the model's label in metrics.
-        `base`: the label of that base model, "" if unknown.
+        `admission`: the fleet's queues and limits.
+        `name`: the label in metrics of a model that the fleet serves.
+        `base`: the label of the fleet's base model, "" if unknown.
         """
         fleet = self._fleets.get(admission)
         if fleet is None:
@@ -147,16 +150,20 @@ class OverloadControl:
         fleet.base = base
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
-        """Drop all groups of replicas whose admissions are not among these, and all model labels that are not."""
+        """Drop the fleets whose admission is not in `admissions`, and all model labels that are not in `models`.
+
+        A fleet that would lose all of its labels keeps them.
+        """
         self._fleets = {one: self._fleets[one] for one in admissions if one in self._fleets}
         for fleet in self._fleets.values():
             fleet.names = fleet.names & models or fleet.names
 
     def look(self, now: float) -> None:
-        """Judge the latencies of the window if it is over, and take or undo steps; `now` in monotonic seconds.
+        """Judge the latencies of each class once the window is over, and take or undo steps.
 
-        For 256 series of each histogram, this takes 3 ms of CPU, and as much when the window's last third begins. All
-        fleets have the same window, so that each series is read once.
+        The server's sweep calls this a few times a second. All fleets have the same window, so that each histogram is
+        read once for all of them. With 256 series (class and model) in each histogram, reading takes 3 ms of CPU at the
+        window's end, and again when its last third begins. `now`: in monotonic seconds.
         """
         if now < self._until:
             if self._late is None and now >= self._until - LATELY * self._window:
@@ -182,7 +189,10 @@ class OverloadControl:
             self._judge(fleet, pressures, late, now)
 
     def _seen(self, gained: Sequence[Gain], qos: QosClass, fleet: Fleet) -> Answers:
-        """Return the statistics of a class's answers from these replicas: TTFT, TPOT and the time of whole answers."""
+        """Return the statistics of a class's answers from a fleet: TTFT, TPOT and the time of whole answers.
+
+        Each of the three is None without any answer. `gained`: the growth of the three histograms, in this order.
+        """
         ttft, tpot, whole = [
             _seen(histogram.bounds, gain, qos.name, fleet.names, limit)
             for histogram, gain, limit in zip(self._histograms, gained, (*qos.slo, None))
@@ -215,7 +225,12 @@ class OverloadControl:
     # --- events and status
 
     def _note(self, fleet: Fleet, text: str, taken: bool, step: str, qos: str | None = None) -> None:
-        """Keep and log an event, and pass it to `on_change`. `taken`: a step was taken, not undone."""
+        """Keep and log an event of a fleet, and pass it to `on_change`.
+
+        `text`: the event in words.
+        `taken`: True if a step was taken, False if one was undone.
+        `step`, `qos`: the kind of step and the class that it is for (None: no single class).
+        """
         event = {
             "at": time(), "model": fleet.name, "step": step, "class": qos, "taken": taken, "level": fleet.control.level,
             "pressures": dict(fleet.control.pressures), "text": text,
@@ -245,7 +260,10 @@ class OverloadControl:
         }
 
     def reading(self) -> dict[str, Any]:
-        """Return the gauges for `Metrics.read_from`; fleets with the same name have the worst of their values."""
+        """Return the gauges of overload control, for `Metrics.read_from`.
+
+        If several fleets have the same name, each gauge is the largest of their values.
+        """
         level: dict[str, int] = {}
         ratio: dict[tuple[str, str], float] = {}
         wanted: dict[str, int] = {}
@@ -265,7 +283,11 @@ def control_of(
     look_at_queue: Callable[[], None],
     unanswered: Callable[[float], Mapping[tuple[str, str], Sequence[float]]],
 ) -> OverloadControl | None:
-    """Return the control loop; None if it is off, if no request is ever refused, or if no class has limits."""
+    """Return the overload control that the settings ask for, or None.
+
+    It is None if there is no time window, if full replicas are only observed and nothing is ever refused, or if no
+    class has limits on its latencies.
+    """
     classes, rules = overload.classes.all, overload.rules
     if rules.control_window is None or rules.when_full == (OBSERVE,) or all(one.slo == NO_LIMITS for one in classes):
         return None
@@ -298,5 +320,8 @@ def _seen(
 
 
 def _border(seconds: float) -> float:
-    """Return a bucket border rounded to 12 digits, so that 39.3 ms is the same number whether read or computed."""
+    """Return a bucket's border in seconds, rounded to 12 significant digits.
+
+    A limit of 39.3 ms is then the same float whether it was read from the settings or computed.
+    """
     return float(f"{seconds:.12g}")

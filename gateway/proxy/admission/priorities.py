@@ -59,9 +59,10 @@ def has_priority(body: bytes) -> bool:
 
 
 def encoding_refusal(request: Request) -> ApiError | None:
-    """Return the error for a request into whose body no priority can be written; None if one can.
+    """Return the error for a request whose JSON body is not in UTF-8, so that no priority can be written into it.
 
-    If such a request were forwarded as it is, it might have a priority that its client wrote.
+    Returns None for any other request. If such a request were forwarded as it is, it might have a priority that its
+    client wrote.
     """
     if not takes_members(request) or in_utf8(request.body):
         return None
@@ -78,9 +79,10 @@ class Priorities:
         self._class_of, self._highest = class_of, max(one.priority for one in classes)
 
     def write(self, exchange: Exchange, attempt: Attempt, body: bytes, head_of: HeadOf) -> tuple[bytes, HeadOf]:
-        """Return the body to send, and the function that makes the request's head: one of them with the priority.
+        """Write the priority of a request's class into its body or its head; return the body and the head's function.
 
-        At a path where the engine accepts no priority, only a priority that the client wrote is replaced.
+        Where the engine accepts no priority, neither is changed, except that a priority in the body that the client
+        wrote is replaced.
 
         `head_of`: the function that makes the head without a priority.
         """

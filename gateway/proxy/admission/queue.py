@@ -85,9 +85,10 @@ class Queue:
     # --- admission, of a new request or one whose turn it may be
 
     def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
-        """Decide about a request, a new one or one whose turn it may be, for which a replica could be chosen.
+        """Decide whether a request for which a replica could be chosen is sent now, queued or refused.
 
-        Returns the evaluation by which to place it, or None if it was queued or refused.
+        The request is new, or it waits in the queue and may be the next to leave. Returns the evaluation by which to
+        place it, or None if it was queued or refused.
 
         `evaluation`: the policy's choice for it and its candidates.
         `now`: in monotonic seconds.
@@ -111,7 +112,8 @@ class Queue:
 
         Returns True if the request was queued or refused here, False if the caller has to refuse it with `error`.
 
-        `error`: why no replica can take the request. It may wait only if this is a 503 that may pass.
+        `error`: why no replica can take the request. It may wait only after a 503 without a code, since only these may
+            pass.
         """
         known, may_come = self._tickets.get(asker), error.status == 503 and error.code is None
         if known is None:
@@ -274,7 +276,7 @@ class Queue:
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Check the waiting requests, up to MOST of them per event-loop iteration."""
+        """Check the waiting requests, at most `MOST` (12) of them per event-loop iteration."""
         steps, self._under_way = self._under_way or self._steps(), None
         try:
             if any(next(steps, steps) is steps for _ in range(MOST)):
@@ -328,7 +330,10 @@ class Queue:
                 yield
 
     def _call(self, ticket: QueuedRequest) -> bool:
-        """Have a waiting request placed if there is room for it; return whether the next one may be checked at once."""
+        """Have a waiting request placed if there is room for it; return whether the next one may be checked at once.
+
+        It may not if the shared load ledger in Redis has yet to count this request. Another check follows then.
+        """
         asker: Asker = ticket.payload
         asker.run_isolated(self._placing.place, asker)
         shared = self._placing.shared
@@ -354,9 +359,10 @@ class Queue:
             self._metrics.admission.inc(decision, ticket.qos.name, reason)
 
     def _take_ticket(self, asker: Asker) -> tuple[Admission, QueuedRequest] | None:
-        """Remove and return a request's ticket, with the admission that it belongs to; None if it has no ticket.
+        """Drop a request's ticket; return it with the admission that it belongs to, or None if there is no ticket.
 
-        The queue of its class may keep the ticket for a while, but no longer the request, with its prompt and headers.
+        The queue of its class may keep the ticket for a while. So the ticket's reference to the request, with its
+        prompt and headers, is removed.
         """
         known = self._tickets.pop(asker, None)
         if known is not None:
@@ -374,7 +380,7 @@ class Queue:
             known[0].first_token(known[1], attempt.first_at - known[1].since)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """Compare the predictions for a request that has ended with what was delivered, and count if it met its SLO.
+        """Compare the predictions for a request that has ended with its answer, and count whether the SLO was met.
 
         Its ticket is dropped.
         """
@@ -450,9 +456,10 @@ def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
 
 
 def _is_as_estimated(exchange: Exchange, attempt: Attempt, ticket: QueuedRequest) -> bool:
-    """Return whether the predictions that were made when a request was admitted are for the replica that answers it.
+    """Return whether the predictions that were made at a request's admission hold for the replica that answers it.
 
-    They are not if a retry or the shared load ledger has chosen another replica, nor if the prompt's size is not known.
+    They do not if the prompt's size is unknown, if another replica has failed the request before, or if the shared load
+    ledger has chosen another replica.
     """
     sized = attempt.prompt is not None and attempt.prompt.tokens > 0
     return sized and not exchange.tried and attempt.placement.candidate.costs is ticket.costs
@@ -473,7 +480,10 @@ def _computed(asker: Asker) -> Prompt | None:
 
 
 def _of_request(given: str) -> Slo:
-    """Return the limits that a client wrote into the SLO_HEADER of its request; raises ApiError if it is invalid."""
+    """Return the limits on latency (SLO) that a client wrote into its request's header `x-hitherto-slo`.
+
+    Raises ApiError if they are invalid. `given`: the header's value, such as "ttft=2s,tpot=50ms".
+    """
     if not given.strip():
         raise bad(f"the header {SLO_HEADER.decode()}: it has no value; write ttft=2s,tpot=50ms, or one of the two")
     try:

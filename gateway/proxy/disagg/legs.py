@@ -64,10 +64,10 @@ class LegPlan(NamedTuple):
     first_body: bytes
 
     def to_decide(self, whole: Evaluation) -> tuple[Evaluation, Evaluation]:
-        """Return the evaluations of both legs, for the load ledger in Redis that gateways share.
+        """Return the evaluations of both legs (prefill, decode), for the load ledger in Redis that gateways share.
 
-        By the first one, the ledger may choose another prefiller, from which the cache reaches the decoder about as
-        fast. By the second one, it only reserves load on the decoder.
+        With the first evaluation, the ledger may choose another prefiller, if the cache gets from there to the decoder
+        about as fast. With the second one, the ledger only reserves load on the decoder.
 
         `whole`: the evaluation of the request in one leg.
         """
@@ -130,9 +130,9 @@ class LegPlacing:
         return self._pairings(exchange.prompt, exchange.tried)
 
     def look_into(self, exchange: Exchange) -> None:
-        """Mark a request to stay in one leg if no first leg's body can be made of its body.
+        """Mark a request to stay in one leg if no KV transfer can make a first leg's body from the request's body.
 
-        Called before the request is admitted, since admission counts with the replicas of both legs.
+        Must be called before admission, which otherwise assumes that replicas for two legs may be used.
         """
         prompt, body = exchange.prompt, exchange.request.body
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
@@ -149,10 +149,10 @@ class LegPlacing:
         now: float,
         decided: tuple[Decision, ...] | None = None,
     ) -> None:
-        """Reserve load on a prefill and a decode replica, and add the attempt of the first leg to the request.
+        """Reserve load on a prefill and a decode replica, and add the attempts that are to be sent now to the request.
 
-        If both legs are sent at the same time, the attempts of both are added; if the decoder's engine sends the first
-        leg itself, only that of the second.
+        Usually this is the attempt of the first leg alone. If both legs are sent at the same time, both attempts are
+        added. If the decoder's engine sends the first leg itself, only the attempt of the second leg is added.
 
         `decided`: the shared ledger's decisions for both legs, or None.
         """
@@ -217,7 +217,10 @@ class LegPlacing:
         ]
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
-        """Return how many seconds after it was sent an unanswered second leg counts as stalled in its KV transfer."""
+        """Return after how many seconds without an answer a second leg counts as stalled in its KV transfer.
+
+        The seconds count from the time when the second leg was sent.
+        """
         held = exchange.legs
         assert held is not None
         computed = max(0.0, held.computed_at - second.sent_at)
@@ -299,7 +302,10 @@ class PrefillAttempt(Attempt):
         self.exchange.run_isolated(self._complete)
 
     def _head_error(self) -> UpstreamError | None:
-        """Return why a first leg's answer cannot be used, by its head; None if it can. Errors are also recorded."""
+        """Return the error if a first leg's answer cannot be used, as far as its status and headers show; else None.
+
+        An error status that may be the replica's fault is also recorded in the exchange.
+        """
         status = self.status
         content_type = (self.response_head.get(b"content-type") or b"").lower()
         if status == 200:

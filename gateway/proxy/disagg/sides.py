@@ -47,7 +47,7 @@ def _sentence(remedy: str) -> str:
 class Sides:
     """The prefillers and decoders among one model's ready replicas, in groups (`kinds`) that can exchange KV caches.
 
-    `any`: whether some replica has a role other than both; without one there are no groups.
+    `any`: whether some replica has the role prefill or decode alone. If all have both roles, there are no groups.
     """
 
     def __init__(self, backends: Sequence[Backend]):

@@ -1,12 +1,14 @@
-"""The check of a replica's part of the map of cached KV blocks against the cached tokens that its engine reports; pure.
+"""The check of a replica's part of the map of cached KV blocks against the cached tokens that its engine reports.
 
 An answer that reports its cached tokens is compared with its prediction at once. Other answers report none: streams
-whose clients did not request usage, and those of engines without the flag for it. But the engine's metrics count the
-prompt tokens that it looked up and found in its cache, for these too. The growth of these counters is compared with the
-predictions made in the same time.
+whose clients did not request usage, and all answers of engines without the flag for reports. But the engine's metrics
+count, for all prompts, the tokens that it looked up and found in its cache. The growth of these counters is compared
+with the predictions made in the same time.
 
 If answers differ from their predictions by the same number of tokens (`offset`), whatever was predicted, the cause is
-how the engine looks up its cache; for example it may recompute the last block. The map is right then, and is kept.
+how the engine looks up its cache. For example it may recompute the last block. Then the map is right, and is kept.
+
+This module has no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -44,21 +46,23 @@ class Drift:
 
     @property
     def offset(self) -> int:
-        """By how many tokens the prediction exceeded the report in each of the last answers; negative if it fell short.
+        """By how many tokens predictions steadily exceed the reports of cached tokens; negative if they fall short.
 
-        0 unless this difference was the same in at least STEADY answers in a row.
+        The difference counts as steady if it was the same in the last `STEADY` (3) answers or more; otherwise this is
+        0.
         """
         return self._offset if self._steady >= STEADY else 0
 
     def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0, block_size: int = 0) -> bool:
         """Compare an answer that reports its cached tokens with the prediction; return whether the map must be rebuilt.
 
-        It must if the predictions of a window of answers were too wrong in all (TOLERATED).
+        This is decided once per `WINDOW` (32) answers. The map must be rebuilt if the predictions were wrong by more
+        than the share `TOLERATED` (10 %) of all prompt tokens.
 
         `predicted`: cached tokens that were predicted.
         `cached`: the reported ones, in all tiers (GPU memory and slower ones).
         `tokens`: prompt tokens.
-        `fetched`: those of the predicted tokens that are in slower tiers.
+        `fetched`: how many of the predicted tokens are in slower tiers.
         `block_size`: tokens per block; 0 if unknown.
         """
         self._predicted += max(0, cached - fetched)  # the engine's counters include it, except for fetched tokens
@@ -89,7 +93,7 @@ class Drift:
         return abs(error) * len(predicted) if steady else 0
 
     def _follow(self, error: int, answers: int) -> None:
-        """Note that this many more answers differed from their predictions by `error` tokens."""
+        """Note that `answers` more answers differed by `error` tokens (predicted minus reported), for `offset`."""
         if error != self._offset:
             self._offset, self._steady = error, 0
         self._steady += answers
@@ -116,7 +120,7 @@ class Drift:
         """Compare the engine's counters, read from its metrics, with the predictions; return whether the map is wrong.
 
         `queries`, `hits`: prompt tokens looked up in the cache and found there, in all; None if not reported.
-        `idle`: whether the engine has no request in flight, part of which it may have counted.
+        `idle`: whether no request is in flight; the counters might contain only a part of such a request.
         `block_size`: tokens per block; 0 if unknown.
 
         The counters include aborted requests and requests of other clients. So they are compared only if the engine is

@@ -7,10 +7,11 @@ Bodies are sorted into kinds, by their template, whether they have tools, and th
 (`prompt.forward.kind_of`).
 
 - The first body of a kind only makes the kind known, since a kind that never comes again is not worth a check.
-- Then CONFIRMATIONS different bodies are sent to a replica as received. Once a body is answered, the gateway checks it:
-  it sends the body again, but asks for one token and for the ids that the replica makes of the prompt. These must equal
+- Then 3 different bodies (`CONFIRMATIONS`) are sent to a replica as received. Once one is answered, it is checked: the
+  gateway sends it again, but asks for one token and for the ids that the replica makes of the prompt. These must equal
   the gateway's. The prompt is cached by then, so the replica only has to render it.
-- From then on bodies of that kind are forwarded as ids, and one in CHECK_EVERY is sent as received and checked.
+- From then on bodies of that kind are forwarded as ids, except one in 100 (`CHECK_EVERY`), which is sent as received
+  and checked.
 - Any usage that an engine reports must count as many prompt tokens as the gateway did.
 
 The first difference ends forwarding for the whole model, on all replicas: its cause cannot be seen from here, and a
@@ -76,8 +77,8 @@ class TokenIdForwarding:
         """Create the state, in which no replica was shown to make the same token ids as the gateway.
 
         `wanted`: False to forward no ids at all.
-        `made_by(replica)`: returns a number for the way in which ids are made for this replica now; what was shown
-            under another number is void.
+        `made_by(replica)`: returns the number of the way (tokenizer, template) in which ids are now made for a replica.
+            Confirmations under another number are void.
         `made_otherwise`, `made_alike`: called for a replica whose prompt tokens differ from the gateway's, or agree
             with them again.
         """
@@ -120,9 +121,10 @@ class TokenIdForwarding:
         return body
 
     def settled(self, attempt: Attempt, prompt: Prompt, request: Request, usage: Usage) -> None:
-        """Compare the usage of a complete answer with the prompt, and begin a check of its body if one is due.
+        """Compare the prompt tokens that a complete answer reports with the gateway's; begin a check if one is due.
 
-        The answer has status 200. If it counts other prompt tokens than the gateway, forwarding ends.
+        The answer has status 200. If the numbers differ, forwarding of ids ends. The check asks the replica which ids
+        it makes of the request's body, and runs in the background.
         """
         backend = attempt.backend
         if not self.wanted or prompt.path not in token_ids.PATHS:
@@ -145,10 +147,10 @@ class TokenIdForwarding:
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
 
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
-        """Return whether a prompt may be sent as token ids: its kind is confirmed, and the ids are valid and fit.
+        """Return whether a prompt may be sent as token ids.
 
-        They fit if prompt and answer have room in the replica's context. Once the kind's next check is due, its next
-        body is sent as text.
+        It may if three conditions hold. Bodies of its kind are confirmed, and the next check of that kind is not due
+        yet. Its ids were made in the present way. Prompt and answer fit in the replica's context.
         """
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
@@ -157,9 +159,9 @@ class TokenIdForwarding:
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
     def _wants_check(self, backend: Backend, known: Forwarding, kind: BodyKind, prompt: Prompt) -> bool:
-        """Return whether a body is to be checked once it is answered: whether the replica makes the same ids of it.
+        """Return whether to check, once a body is answered, that the replica makes the same ids of it as the gateway.
 
-        Only bodies that are sent as received can be checked.
+        Only bodies that are sent as received are checked. A replica has one check at a time.
         """
         if (
             known.checking is not None
@@ -218,7 +220,10 @@ class TokenIdForwarding:
         self._confirmed(backend, known, prompt)
 
     def _confirmed(self, backend: Backend, known: Forwarding, prompt: Prompt) -> None:
-        """Note that a replica made the same ids of a prompt; after CONFIRMATIONS such prompts its kind is forwarded."""
+        """Note that a replica made the same ids of a prompt as the gateway.
+
+        After `CONFIRMATIONS` (3) different prompts, bodies of their kind are forwarded as ids.
+        """
         kind = known.kinds.get((prompt.path, prompt.kind))
         if kind is None:  # the kind was dropped meanwhile
             return
@@ -235,7 +240,10 @@ class TokenIdForwarding:
         return prompt.made_by != self._made_by(backend.id)
 
     def _known(self, backend: Backend) -> Forwarding:
-        """Return the state of the replica's present process, without what was shown for ids made in another way."""
+        """Return the state of the replica's present process.
+
+        Confirmations of ids that were made in another way than now are removed from it first.
+        """
         known, made_by = backend.forwarding, self._made_by(backend.id)
         if known.incarnation != backend.incarnation:
             known = process_of(backend)
@@ -248,7 +256,7 @@ class TokenIdForwarding:
         return known
 
     def look(self) -> None:
-        """Allow forwarding of ids again where the replicas that made other ids are removed or are other processes."""
+        """Allow forwarding of ids again once the replicas that made other ids are removed, or are new processes."""
         for stopped in [key for key, (id, known) in self._stopped.items() if self._is_gone(id, known)]:
             del self._stopped[stopped]
         gone = [id for id, (known, _) in self._differed.items() if self._is_gone(id, known)]
@@ -277,9 +285,8 @@ class TokenIdForwarding:
     def _differ(self, backend: Backend, prompt: Prompt, why: str) -> None:
         """End forwarding of ids, because a replica made other ids of a prompt than the gateway.
 
-        It ends for all replicas whose prompts the gateway tokenizes in the same way.
-
-        If the client's options steer the rendering of the body, it ends for the body's kind only.
+        It ends for all replicas whose prompts the gateway tokenizes in the same way. If the client's options steer the
+        rendering of the body, it ends for the body's kind only. If the body belongs to no kind, nothing ends.
 
         `why`: the difference in words.
         """

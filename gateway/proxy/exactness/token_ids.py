@@ -76,7 +76,7 @@ async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
 
 
 async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tuple[bytes, bytes] | None) -> str:
-    """Send an engine one token id in place of a text; return "", or in words what shows that it does not use the id.
+    """Send an engine a prompt of one token id; return "" if it uses the id, else in words what shows that it does not.
 
     Raises Unanswered if there is no usable answer.
 
@@ -109,7 +109,10 @@ def _asking_for_ids(body: bytes) -> bytes:
 
 
 def _compare(reply: bytes, ids: bytes) -> str:
-    """Return the result of `check_ids` by the engine's reply; raises Different or Unanswered."""
+    """Compare the token ids in an engine's reply with the gateway's, and return the result of `check_ids`.
+
+    Raises Different or Unanswered. `ids`: the gateway's ids, as uint32 in little endian.
+    """
     told = _read(reply)
     theirs = bytes(told.prompt_token_ids)
     if not theirs.startswith(b"[") and told.choices:  # here engines report them in completions, some also in chats
@@ -131,7 +134,10 @@ def _read(reply: bytes) -> _Reply:
 
 
 class BodyKind:
-    """The checks at one replica of one kind of body: same template, same use of tools, same shape of content."""
+    """The state of the checks of one kind of body at one replica.
+
+    Bodies of a kind have the same template, the same use of tools and the same shape of content.
+    """
 
     def __init__(self) -> None:
         self.bodies: set[int] = set()  # digests of confirmed ids, up to CONFIRMATIONS
@@ -159,7 +165,10 @@ class Forwarding:
         return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
 
     def seen(self, path: str, name: str) -> BodyKind | None:
-        """Note a body of the kind `name` at this path; return the kind's state, or None for the kind's first body."""
+        """Note that a body of the kind `name` came at this path, and return the state of the kind.
+
+        Returns None for the first body of a kind.
+        """
         found = self.kinds.pop((path, name), None)
         self.kinds[path, name] = found or BodyKind()
         if len(self.kinds) > MOST_KINDS:

@@ -43,7 +43,7 @@ class Failures:
         self, placing: Placing, settling: Settling, judge: Judge, metrics: Metrics, under_way: set[Exchange],
         start: Callable[..., None], *, retries: int, discreet: bool,
     ):  # fmt: skip
-        """Create the actions, which use the parts and one method of their `Handler`.
+        """Create the actions of a `Handler`, with which they share the other arguments.
 
         `under_way`: the exchanges that have not ended; those that end here are removed from it.
         `start(exchange, attempt)`: the `Handler`'s method of this name.

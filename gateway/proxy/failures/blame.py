@@ -53,7 +53,11 @@ class UnattributedError(NamedTuple):
 
 
 def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Return whether another engine has failed the request before in the same way as the last of these errors."""
+    """Return whether the last of these errors agrees with an earlier one of another engine.
+
+    Errors agree if both are of the engine's own making (500, or an error in a 200), or both are the same 401, 403 or
+    404.
+    """
     *before, last = unattributed_errors
     return any(one.engine != last.engine and _alike(one.kind, last.kind) for one in before)
 

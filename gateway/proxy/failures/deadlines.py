@@ -83,10 +83,10 @@ class Deadlines:
             self._check_unanswered(exchange, attempt, now)
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """Check the deadlines of an attempt of whose answer the client has nothing yet.
+        """Check the deadlines of an attempt that was sent, and of whose answer no byte has gone to the client.
 
-        It is failed if another replica should answer instead. Comments and pings that were held back long enough are
-        relayed.
+        The attempt is failed if another replica should answer instead. Comments and pings that were held back long
+        enough are relayed.
         """
         leg, legs, fail = attempt.leg, exchange.legs, self._failures.failed
         first_leg = leg is Leg.PREFILL  # its answer is not relayed
@@ -167,10 +167,11 @@ class Deadlines:
         return self._ran(max(since, min(replica.moved_at, now)), max(since, now))
 
     def _silence(self, attempt: Attempt, now: float) -> float:
-        """Return after how many seconds without a byte a stream is given up.
+        """Return after how many seconds without a byte a stream from this attempt's replica is given up.
 
-        These are fewer for a lost replica, which has failed, or is shutting down and shows no sign of computing. An
-        engine that was told to stop may have ended its core and only wait until its clients close their connections.
+        For a lost replica, these are at most `LOST_SILENCE` (10) seconds. A replica is lost if it has failed. It is
+        also lost if it is shutting down and shows no sign of computing: its engine may have ended its core and only
+        wait until its clients close their connections.
         """
         state = attempt.backend.replica.state
         lost = state is State.FAILED or (

@@ -139,10 +139,11 @@ class Failed(NamedTuple):
 
 
 def is_crash(failed: Failed) -> bool:
-    """Return whether the replica crashed or hangs, after it may have read the whole request.
+    """Return whether a failure shows that the replica crashed or hangs with the request.
 
-    In some failures it cannot have read the request: the connection was refused, was closed too early, or leads to
-    another process. Then this is a crash only if an earlier connection was lost after the replica may have read it.
+    If the replica cannot have read the whole request on this connection, the failure alone does not show that. It was
+    refused, closed too early, or led to another process. Then it depends on an earlier connection: this is a crash if
+    the replica closed that one after it may have read the whole request.
     """
     if failed.unread or failed.kind in (CONNECT, REPLACED):
         return failed.had_whole
@@ -150,7 +151,10 @@ def is_crash(failed: Failed) -> bool:
 
 
 class Crashes(NamedTuple):
-    """How many replicas crashed or hung while they had a request, counted by their work on it."""
+    """The numbers of replicas that crashed or hung with a request, while computing its prompt or writing its answer.
+
+    A replica that had the whole request is counted in both.
+    """
 
     computing: int = 0  # while computing its prompt
     writing: int = 0  # while writing its answer

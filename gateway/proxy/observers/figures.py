@@ -39,9 +39,10 @@ class Figures:
     # --- labels
 
     def serve(self, names: Iterable[str]) -> None:
-        """Add the models that are served now to the values of the label.
+        """Add the models that are served now to the values of the model label in metrics.
 
-        Names that are no longer served keep their series until MOST_MODELS is reached; then new names replace them.
+        A model that is no longer served stays a value until there are 64 (`MOST_MODELS`). Then a new model replaces it.
+        Models for which no value is left are counted as "other".
         """
         served = sorted(names)
         for name in served:
@@ -57,7 +58,7 @@ class Figures:
             self.models[name] = None
 
     def model_of(self, prompt: Prompt) -> str:
-        """Return a prompt's model label: the requested name if it is served, else OTHER."""
+        """Return a prompt's model label in metrics: the requested name if it is among the values, else "other"."""
         if prompt.model in self.models:
             return prompt.model
         self.models.setdefault(OTHER)
@@ -66,7 +67,10 @@ class Figures:
     # --- events of requests
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
-        """Observe a stream's time to first token, from the complete request on (an `on_first` of `Settling`)."""
+        """Observe a stream's time to first token, counted from the time when the request was complete.
+
+        This is one of the `on_first` callbacks of `Settling`.
+        """
         exchange: Exchange | None = attempt.exchange  # None if the gateway does not forward the request
         prompt = attempt.prompt
         if exchange is not None and prompt is not None:

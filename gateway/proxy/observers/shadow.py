@@ -39,8 +39,8 @@ Went = int | legs.LegChoice  # a choice: the index of a candidate, or the replic
 class Seen(NamedTuple):
     """A copy of all that a choice depended on.
 
-    `ways`: the replicas for two legs with their costs, as copies; a replica that is also among `candidates` is the same
-        copy.
+    `ways`: the replicas for two legs with their costs, as copies. A replica that is also in `candidates` is copied only
+        once.
     """
 
     demand: Demand

@@ -107,7 +107,10 @@ class Decisions:
         return self._told(leased, attempt)
 
     def _leave_queue(self, leased: ExternalRequest) -> None:
-        """Drop a request from the queue once it needs no replica any more; until then it may be placed again."""
+        """Drop a request's ticket in the queue, since it needs no replica any more.
+
+        The ticket is kept until then, because the shared ledger may have the request placed again.
+        """
         if self._placing.queue is not None:
             self._placing.queue.forget(leased)
 
@@ -204,14 +207,20 @@ class Decisions:
         self._after(leased.seconds, self._ran_out, leased)
 
     def _after(self, seconds: float, call: Callable[[ExternalRequest], None], leased: ExternalRequest) -> None:
-        """Call `call(leased)` after `seconds` in which this process ran: while it is stalled, it reads no reports."""
+        """Call `call(leased)` once this process has run for `seconds`.
+
+        Time in which the process is stalled does not count, since it reads no reports then.
+        """
         timer = asyncio.get_running_loop().call_later(seconds, self._due, seconds, monotonic(), call, leased)
         leased.timers[call] = timer
 
     def _due(
         self, seconds: float, since: float, call: Callable[[ExternalRequest], None], leased: ExternalRequest
     ) -> None:
-        """Run the timer of `_after`, or start it again for the time in which this process was stalled."""
+        """Call `call(leased)` if its time has come; otherwise start its timer again for the seconds that are left.
+
+        Some are left if the process was stalled since the timer began, at `since` in monotonic seconds.
+        """
         now, pulse = monotonic(), self._proxy.pulse
         pulse.look(now)
         if (left := seconds - pulse.ran(since, now)) > LEAST_LEFT:

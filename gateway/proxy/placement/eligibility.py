@@ -245,7 +245,7 @@ class Eligibility:
 
 
 def _in_best_state(backends: list[Backend]) -> list[Backend]:
-    """Return those that are ready, else those in the next best state in which replicas get requests."""
+    """Return the replicas that are ready; if there are none, those in the next best state that gets requests."""
     for state in TAKES_TRAFFIC:
         if found := [one for one in backends if one.replica.state is state]:
             return found

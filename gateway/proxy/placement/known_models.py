@@ -1,4 +1,4 @@
-"""The models and adapters that replicas have reported, served now or before; the error for one that is not served."""
+"""The registry of the models and adapters that replicas serve now or served before, and the errors for other models."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class KnownModels:
         return {name: seconds for name, seconds in self._since_pod_went().items() if seconds < EXPECTED_SECONDS}
 
     def gone(self) -> list[str]:
-        """Return the names that no replica has served since a pod of them was removed.
+        """Return the names that no replica has served since a pod that served them was removed.
 
         A replica that failed, is drained or is shutting down gets no new requests, so it does not count as serving a
-        name. Removing such a replica by hand does not change the result.
+        name. If an operator removes a replica by hand, the result stays the same.
         """
         return sorted(self._gone.difference(self._now))
 
@@ -112,9 +112,12 @@ class KnownModels:
     def is_away(self, model: str) -> bool:
         """Return whether a model is not served now, but may come back.
 
-        It may come back in three cases: a known replica has served it before, a replica is required to serve it, or a
-        pod that served it was removed lately. A drained replica that has served it is among the first, since a drain is
-        usually a step of an upgrade; a drained one that is only required to serve it is none of the second.
+        It may come back in three cases:
+
+        - A known replica has served it before. This includes drained replicas, since a drain is usually a step of an
+          upgrade.
+        - A replica is required to serve it. Drained and stopped replicas are left out here.
+        - A pod that served it was removed in the last ten minutes.
         """
         return (
             any(model in names for id, names in self._served.items() if id in self._backends or id in self._replicas)

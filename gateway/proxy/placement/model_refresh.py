@@ -2,7 +2,8 @@
 
 Model lists are read every 10 s, but a LoRA adapter can be loaded at any time. A 404 is final to clients, so a request
 for an adapter that was just loaded must not get one. Requests for names that do not exist must not keep the engines
-busy. So all requests that come during a refresh share the next one, and refreshes are PAUSE_SECONDS apart.
+busy. So all requests that come during a refresh wait together for the next one, and one refresh begins at least a
+second after the end of another.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ModelRefresh:
         await asyncio.shield(self._next)
 
     async def _go_on(self) -> None:
-        """Refresh the model lists, for the requests that wait, until none waits; PAUSE_SECONDS apart."""
+        """Refresh the model lists until no request waits for that, with `PAUSE_SECONDS` (1 s) between two refreshes."""
         while self._next is not None:
             told, self._next = self._next, None
             try:

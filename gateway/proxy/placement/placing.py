@@ -41,7 +41,8 @@ class Onlooker(Protocol):
 
         Returns a callback that is to be called with the choice once the request is placed, or None.
 
-        `evaluation`: the policy's choice and its candidates; valid until `ways` is called or another one is made.
+        `evaluation`: the policy's choice and its candidates. Read it at once: the candidates are reused by the next
+            evaluation, also by the one that `ways` makes.
         `ways`: returns the replicas for two legs (prefill and decode) with their costs; none where no replica has a
             role.
         """
@@ -247,10 +248,10 @@ def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand
 
 
 def add_tail(placement: Placement, backend: Backend, prompt: Prompt) -> None:
-    """Add the cached part of the next block to the cached tokens (`overlap`) that a placement predicts.
+    """Add the cached part of the first block that is not cached completely to a placement's cached tokens.
 
-    Only done for a replica whose cache hits may end inside a block. The choice of the replica ignores this part, since
-    it is less than a block.
+    These tokens (`overlap`) are a prediction. This is only done for a replica whose cache hits may end inside a block.
+    The replica is chosen without regard to the part, since it is less than a block.
     """
     if not backend.is_finer or backend.intake is None or not prompt.token_ids or not prompt.reads_cache:
         return

@@ -251,9 +251,9 @@ class SharedLedger:
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
         """Return the indices of the candidates among which Redis may choose.
 
-        If the policy's choice does not minimise a cost, Redis only reserves the load of that choice. Groups of replicas
-        have cost coefficients of their own, and the script gets those of one group. So only candidates of the group
-        that was chosen from here are sent.
+        There is only one, the policy's choice, if the policy does not minimise a cost. Otherwise they are those that
+        the policy allows, at most the `MOST` (64) cheapest. They belong to one cost group (replicas that share learned
+        costs), because the script gets the coefficients of one group alone.
         """
         among = choice.among
         if self._cost is None or among is None:
@@ -269,8 +269,11 @@ class SharedLedger:
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int], tiers: bool) -> bytes:
         """Return how many prompt tokens each candidate has cached, packed as doubles for the script.
 
-        These are the tokens in its first tier, GPU memory. If any candidate has more in slower tiers, two more numbers
-        of each candidate follow: the tokens in its slower tiers, and what these count in the cost (`Cost.held`).
+        These are the tokens in its first tier, GPU memory (`overlaps`). If any candidate has more in slower tiers, two
+        more numbers of each candidate follow: the tokens in its slower tiers, and what these count in the cost
+        (`Cost.held`).
+
+        `tiers`: False to leave out slower tiers.
         """
         if self._cost is None or not tiers or not any(one.lower for one in candidates):
             return struct.pack(f"<{len(overlaps)}d", *overlaps)
@@ -303,7 +306,10 @@ class SharedLedger:
         return name
 
     def _look(self) -> None:
-        """Find the decisions that have not come within the deadline; they get TURNS more event-loop iterations."""
+        """Find the decisions that have not come within the deadline.
+
+        They are given up if they do not come within 3 (`TURNS`) more event-loop iterations.
+        """
         self._watch, overdue, decisions = None, [], self._open
         loop, since = asyncio.get_running_loop(), perf_counter() - self._deadline
         while decisions and (decisions[0].answer is None or decisions[0].begun <= since + TICK):
@@ -315,7 +321,7 @@ class SharedLedger:
             loop.call_soon(self._too_late, overdue)
 
     def _too_late(self, overdue: list[_Pending], turns: int = TURNS - 1) -> None:
-        """Answer None for decisions that have not come after `turns` more event-loop iterations."""
+        """Answer None for overdue decisions that do not come within `turns` more event-loop iterations."""
         overdue = [pending for pending in overdue if pending.answer is not None]
         if overdue and turns:
             asyncio.get_running_loop().call_soon(self._too_late, overdue, turns - 1)
@@ -351,9 +357,10 @@ class SharedLedger:
             self._background.failed(DECISIONS, error)
 
     def _take_back(self, evaluation: Evaluation, decision: Decision) -> None:
-        """Undo a decision of Redis that came too late, when the request had gone by the choice made here.
+        """Undo a decision of Redis that is not used, since its request went by the choice that was made here.
 
-        If that was the same choice, the note for other gateways that the replica gets the prompt is kept.
+        Redis has a note for other gateways that the replica will have the prompt cached. If both choices are the same
+        replica, this note is kept.
         """
         went_there = decision.index == evaluation.choice.index
         self.undo(decision._replace(note=b"") if went_there else decision)
@@ -569,7 +576,10 @@ class SharedLedger:
             self._start_pump()
 
     async def _beat(self) -> None:
-        """Send a heartbeat and wait for its end; it goes with the other messages, so that none overlaps another."""
+        """Send a heartbeat and wait until Redis has answered it, or it is given up.
+
+        Other messages wait until the heartbeat is answered, so that messages never overlap.
+        """
         heartbeat = self._heartbeat = _Heartbeat()
         self._start_pump()
         await heartbeat.done.wait()
@@ -601,9 +611,10 @@ class SharedLedger:
 
 @lru_cache(1024)
 def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Return a function that picks from a prompt's hashes: the last one, twice, and those after so many blocks.
+    """Return a function that picks the hashes of some prefixes from a prompt's block hashes.
 
-    `first`, `end`: the part of _COUNTS that lists these numbers of blocks.
+    It returns the last hash twice, then the hash at the end of each prefix. Their lengths in blocks are
+    `_COUNTS[first:end]`. (Because of the last hash the result is a tuple even for no prefix.)
     """
     return itemgetter(-1, -1, *[count - 1 for count in _COUNTS[first:end]])
 

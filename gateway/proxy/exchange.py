@@ -221,7 +221,7 @@ class Attempt:
         self.first_at, self.seen_late = at, late
 
     def untimed(self) -> None:
-        """Treat the answer as not streamed, since nobody reported its first byte: its decode time is unknown."""
+        """Treat the answer as not streamed: nobody reported its first byte, so its decode time is unknown."""
         self.streams = False
 
     def swept(self, now: float) -> None:
@@ -356,7 +356,7 @@ class MeteredAttempt(Attempt):
 
 
 def meter(attempt: Attempt, data: bytes) -> None:
-    """Count the output events in a read of a metered answer, search the read for usage, and keep it in the tail."""
+    """Count the output events in a read of a metered answer, search it for usage, and keep it among the last reads."""
     if attempt.streams:
         attempt.events += output_events(attempt.exchange.label, data, not attempt.events)
     search, tail = attempt.usage, attempt.tail
@@ -559,11 +559,11 @@ class Exchange:
         self.tried = tried
 
     def crashed(self, crashes: Crashes) -> None:
-        """Note how many replicas have crashed or hung while they had the request."""
+        """Note the numbers of replicas that have crashed or hung while they had the request."""
         self.crashes = crashes
 
     def erred(self, error: UnattributedError) -> None:
-        """Add an error of which it is not known yet whether the replica or the request is at fault."""
+        """Add an error answer for which it is not known yet whether the replica or the request is at fault."""
         self.unattributed_errors += (error,)
 
     def attributed(self) -> tuple[UnattributedError, ...]:
@@ -638,7 +638,7 @@ class Exchange:
 
     @property
     def unanswered(self) -> Attempt | None:
-        """The last attempt, if it was sent and nothing of its answer has gone to the client; else None."""
+        """The last attempt, if its request was sent and no byte of its answer has gone to the client; else None."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.state is AttemptState.AWAITING else None
 
@@ -697,7 +697,7 @@ class Exchange:
     # --- called by preparation, placing and the queue
 
     def prepared(self, prompt: Prompt | None) -> None:
-        """Have a replica chosen for the request, whose preparation is done.
+        """Go on to the choice of a replica, since the request's preparation is done.
 
         `prompt`: None if the gateway does not tokenize the request's prompt.
         """
@@ -735,7 +735,8 @@ class Exchange:
     def unplaced(self, error: ApiError) -> None:
         """End the request, since no replica can take it.
 
-        `error`: why, for a request that no replica has failed; otherwise the client's error names the last failure.
+        `error`: why, if no replica has failed the request before. Otherwise the client gets an error that names the
+            last failure.
         """
         error.__traceback__ = None  # its frames refer to this request, and the trace to the error: a cycle
         if self.tried:

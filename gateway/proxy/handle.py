@@ -182,10 +182,12 @@ class Handler:
         return tenant
 
     def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
-        """Return the error that refuses a tenant's request before its prompt is read, or None.
+        """Return the error that refuses a tenant's request before its prompt is read; None if the request may go on.
 
-        The request is also assigned to its tenant, the tokens of its answer will be counted, and the tenant's cache
-        salt is written into its body. `tenant`: the API key's tenant, or the error for an invalid key.
+        Before that, the request is assigned to its tenant, whose tokens are counted. If there is no error, the tenant's
+        cache salt is written into the request's body.
+
+        `tenant`: the API key's tenant, or the error for an invalid key.
         """
         if isinstance(tenant, ApiError):
             return tenant

@@ -63,7 +63,7 @@ class OwnPaths:
         return path in self.allowed or model_in(path) is not None
 
     def refusal(self, path: str, method: str, tenant: Tenant | None = None) -> ApiError | None:
-        """Return the error for a request that is not forwarded, by its path and method, or None.
+        """Return the error for a request with this path and method that is not forwarded; None if it is.
 
         While the gateway shuts down, this is an error for every request.
         """

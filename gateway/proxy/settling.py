@@ -91,10 +91,12 @@ OnEnd = Callable[[Exchange, str, Usage | None], None]  # (exchange, outcome, usa
 def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int, drops: bool) -> int:
     """Return the cached tokens to expect in the usage of a request for several answers to one prompt (`n`).
 
-    Usage reports the cached tokens of one sequence (answer) alone. The first sequence finds the blocks that the replica
-    had cached before. The others also find those that the first one has computed, which are all full blocks before the
-    last token. A stream reports on the first sequence. Other answers report on the one that ended last, which may be
-    any of them, so the prediction that equals the reported number is returned.
+    Usage reports the cached tokens of only one sequence (answer):
+
+    - A stream reports on the first sequence. It finds the blocks that the replica had cached before (`predicted`).
+    - Other answers report on the sequence that ended last, which may be the first or a later one. A later one finds all
+      full blocks before the prompt's last token, since the first one has computed them. So of the two predictions, the
+      one that equals the report is returned.
 
     `predicted`: cached tokens predicted for the first sequence.
     `cached`: the reported ones, None if there is no report.
@@ -140,11 +142,11 @@ class Settling:
         self.on_traffic(backend.id, kind, 1)
 
     def tell_answers(self, replica: str | None = None) -> None:
-        """Report to the health checks how many requests replicas have answered since they were last reported.
+        """Report to the health checks how many requests replicas have answered since the last report.
 
         Reporting answers one by one would cost six more calls per request. This is called a few times a second, and
-        before a failure is reported, which the health checks compare with the answers of the same engine's other ranks
-        and of other engines.
+        before each report of a failure, because the health checks compare failures with the answers of other ranks and
+        engines.
 
         `replica`: the id of the one replica to report on, before a probe of it is evaluated; None: all replicas.
         """
@@ -185,9 +187,10 @@ class Settling:
                 self.tell(backend, retries.UNCONFIRMED)
 
     def _attribute(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Decide whose fault a request's earlier errors were, now that another replica has answered or refused it.
+        """Decide whose fault a request's earlier errors were, now that another replica has answered it or refused it.
 
-        If it was refused, the request was at fault; if it was answered, each replica that had failed it was.
+        If that replica refused the request, the request was at fault. If it answered the request, the replicas that had
+        failed the request were at fault.
         """
         if attempt.status in REFUSALS or attempt.fault in REFUSALS:
             self._count(exchange.attributed(), agreed=True)
@@ -275,11 +278,12 @@ class Settling:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving, second.first_at)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
-        """Account for a first leg whose end is not needed any more, since the second leg was answered or has failed.
+        """Account for a first leg whose end no longer matters, since the second leg was answered or has failed.
 
-        If the first leg runs at the same time as the second, it gets TRAILS_SECONDS more to end, as its answer comes
-        soon after the second leg's first token. If the second leg has failed, it is dropped now. If an engine sent the
-        first leg itself, its end is not seen here, so its reserved load is released now.
+        If both legs run at the same time, the first leg is given `TRAILS_SECONDS` (10 s) to end after the second leg's
+        answer has begun, since its own answer comes at about that time. If the second leg has failed, the first one is
+        dropped now. If an engine sent the first leg itself, its end is not seen here, so the load reserved for it is
+        released now.
 
         `computed`: whether the second leg was answered, which shows that the prompt was computed.
         """
@@ -338,9 +342,10 @@ class Settling:
     # --- the first byte
 
     def answered(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Account for the first byte of an answer: attribute the request's earlier errors, and end the prefill.
+        """Account for the first byte of an answer: decide whose fault earlier errors were, and end the prefill.
 
-        An error that the client gets for want of another replica is counted, and no replica is blamed for it.
+        If the answer is an error that is passed to the client because no other replica is left, the request's errors
+        are counted without blaming a replica.
         """
         backend = attempt.backend
         if (status := attempt.fault or attempt.status) >= 500 or (status in DOUBTFUL and exchange.unattributed_errors):
@@ -412,8 +417,9 @@ class Settling:
     def still_unanswered(self, attempt: Attempt, now: float) -> None:
         """Update the load of a request that has no byte of an answer yet; called at each sweep.
 
-        The prefill of a non-streamed answer is assumed to be done after its predicted time. After COMPUTES_SECONDS, a
-        request no longer makes its replica count as late if the replica is still ready: then it is computing.
+        The prefill of a non-streamed answer is assumed to be done after its predicted time. A long unanswered request
+        makes its replica count as late. After 30 s (`COMPUTES_SECONDS`) it no longer does if the replica is still
+        ready, since that shows that the replica is computing.
 
         `now`: in monotonic seconds.
         """
@@ -437,7 +443,7 @@ class Settling:
             self.ended(exchange, "failed" if attempt.fault else "complete", usage)
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
-        """Account for a complete answer, whose last bytes are `tail`; return the token usage that they report."""
+        """Account for a complete answer; return the token usage that its last bytes (`tail`) report."""
         prompt, backend = attempt.prompt, attempt.backend
         depth = 2 if attempt.streams and exchange.tells_response else 1
         usage = read_usage(tail, depth)
@@ -572,13 +578,13 @@ class Settling:
             self._tell_intake(backend, placement, prompt)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int, made: int, body: bytes) -> None:
-        """Record that the replica counted another number of prompt tokens than the gateway made of the prompt.
+        """Record that the replica counted another number of prompt tokens than the gateway.
 
         For prompts in mode "exact" this is counted each time in metrics, and logged once per replica. After a second
         such body of a kind (template, tools or none, shape of the content), the tokens of that kind's prompts no longer
         count as exactly known.
 
-        `counted`, `made`: numbers of prompt tokens, the replica's and the gateway's.
+        `counted`, `made`: the replica's and the gateway's number of tokens of the prompt.
         """
         why = f"it counted {counted} tokens of a prompt of {made} at {prompt.path}"
         self._forwarding.made_otherwise(backend.id, prompt, body, why)
@@ -693,9 +699,10 @@ class Settling:
         self._follow_offset(backend, size)
 
     def _follow_offset(self, backend: Backend, size: int) -> None:
-        """Predict one cached block less, or one more, from now on if all recent answers differed by one block.
+        """Predict one cached block less, or one more, from now on if the recent answers all show that difference.
 
-        `size`: tokens per block.
+        The replica's map then says whether the engine recomputes (drops) the last block of each hit. `size`: tokens per
+        block.
         """
         offset, prefixes = backend.drift.offset, self._router.map
         if not offset or abs(offset) != size or backend.gone or prefixes.drops(backend.slot) == (offset > 0):
@@ -795,7 +802,9 @@ def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:
 
 
 def most_tokens(backend: Backend, prompt: Prompt | None, sequences: int = MOST_SEQUENCES) -> tuple[int, int]:
-    """Return the most prompt tokens and the most output tokens that a request can have, above which usage is wrong.
+    """Return the most prompt tokens and the most output tokens that a request can have.
+
+    Reported usage above these limits is not believed.
 
     `prompt`: None if the gateway has not read it.
     `sequences`: the number of sequences (prompts times choices) to assume in that case.

@@ -200,7 +200,7 @@ class OverloadControl:
         return ttft, tpot, whole
 
     def _judge(self, fleet: Fleet, pressures: dict[str, SloRatio], late: bool, now: float) -> None:
-        """Decide for one group of replicas (a fleet) at the end of a window, and have admission follow the changes.
+        """Take or undo steps for a fleet (a group of replicas) at a window's end, and pass changes to its admission.
 
         `pressures`: by class, the ratio of its latencies to their limits in the window.
         `late`: whether too many requests wait longer than their limit for an answer, or were refused.
@@ -297,10 +297,12 @@ def control_of(
 def _seen(
     bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, names: Iterable[str], limit: float | None
 ) -> Seen | None:
-    """Return the statistics of a class's answers over several models, from the growth of a histogram; None without any.
+    """Return the statistics of a class's answers over several models, from the growth of a histogram.
+
+    Returns None if the histogram has counted no such answer.
 
     `bounds`: the bounds of the histogram's buckets, in seconds; `limit`, the class's limit, is one of them.
-    `gained`: the growth, by class and model.
+    `gained`: the growth of each bucket and of the sum, by class and model.
     `names`: the models' labels.
     """
     found = [gain for name in names if (gain := gained.get((qos, name))) is not None]

@@ -44,9 +44,9 @@ decode = msgspec.json.Decoder(_Body).decode
 
 
 def has_priority(body: bytes) -> bool:
-    """Return whether a request's body, a JSON object, may have a priority that its client wrote.
+    """Return whether a request's body, a JSON object, may have a `priority` that its client wrote.
 
-    A body that is too long to parse, or that is not valid JSON, counts as having one if it contains the name.
+    A body that is too long to parse, or is not valid JSON, counts as having one if that name occurs in it.
     """
     if NAMED not in body and not any(letters in body for letters in ESCAPED):
         return False

@@ -196,8 +196,8 @@ class Queue:
 
         Returns None if the request was refused because of an invalid header.
 
-        `space`: the number of the prompt space (group of replicas with one prompt format) for a request whose prompt is
-            not read.
+        `space`: for a request whose prompt is not read, the number of its prompt space (group of replicas with one
+            prompt format).
         """
         key, header = asker.tenant, asker.request.header
         try:

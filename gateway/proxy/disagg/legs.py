@@ -121,9 +121,10 @@ class LegPlacing:
         return two_legs.ways(self._router, evaluation, self.pairings_of(exchange), now)
 
     def pairings_of(self, exchange: Asker) -> Sequence[Pairing]:
-        """Return the (prefillers, decoders) that a request's legs may use, by groups that can exchange KV caches.
+        """Return the prefillers and decoders that a request's legs may use, in pairs of lists.
 
-        There are none if the request must stay in one leg.
+        There is a pair for each group of replicas that can exchange KV caches. There are none if the request must stay
+        in one leg.
         """
         if exchange.stays_whole or exchange.response is not None or len(exchange.request.body) > MOST_BYTES:
             return ()
@@ -227,9 +228,12 @@ class LegPlacing:
         return computed + STALLS_SECONDS + STALLS_TIMES * (held.fetching + second.placement.ttft)
 
     def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
-        """Add the second leg again, on another decoder with the same transfer parameters; return whether there was one.
+        """Add another attempt of the second leg, on another decoder; return False if there is no other decoder.
 
-        `demand`: the request, as policies see it; `now`: in monotonic seconds.
+        The transfer parameters from the first leg's answer are used again.
+
+        `demand`: the request, as policies see it.
+        `now`: in monotonic seconds.
         """
         held, prompt = exchange.legs, exchange.prompt
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None

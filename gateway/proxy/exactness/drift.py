@@ -93,7 +93,7 @@ class Drift:
         return abs(error) * len(predicted) if steady else 0
 
     def _follow(self, error: int, answers: int) -> None:
-        """Note that `answers` more answers differed by `error` tokens (predicted minus reported), for `offset`."""
+        """Update `offset` by `answers` more answers that each differed by `error` tokens (predicted minus reported)."""
         if error != self._offset:
             self._offset, self._steady = error, 0
         self._steady += answers

@@ -92,7 +92,7 @@ class TokenIdForwarding:
     def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
         """Return the body to send to a replica: with token ids in place of the prompt's text, or as received.
 
-        `attempt.sent_ids` is set in the first case. The prompt's ids are freed unless the body may be checked after its
+        With token ids, `attempt.sent_ids` is set. The prompt's ids are freed unless the body may be checked after its
         answer: they are as large as the body, and the answer may take minutes.
 
         `first`: whether this is the request's first attempt; later ones get the body as received.

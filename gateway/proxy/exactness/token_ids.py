@@ -62,7 +62,7 @@ class _Reply(msgspec.Struct):
 
 
 async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
-    """Send a body to an engine, ask for the token ids that it makes of the prompt, and compare them with the gateway's.
+    """Have an engine report the token ids that it makes of a body's prompt, and compare them with the gateway's.
 
     Returns "" if they are the same, or in words why this engine cannot be checked. Raises Different if they are not the
     same, and Unanswered if there is no usable answer.

@@ -314,7 +314,7 @@ class Failures:
         return attempt.streams and answers.has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
 
     def _close(self, exchange: Exchange) -> None:
-        """Release a request's connections to replicas and its reserved load; it ends without a complete answer."""
+        """Release a request's connections to replicas and its reserved load, when it ends without a complete answer."""
         self.under_way.discard(exchange)
         attempt = exchange.attempt
         if exchange.legs is not None:

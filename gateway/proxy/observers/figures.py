@@ -89,8 +89,9 @@ class Figures:
     def passing(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """Observe the inter-token latencies of a stream since the sweep last saw new reads (`attempt.seen_at`).
 
-        Each read counts as a token. The sweep comes every `SWEEP_SECONDS`, so if more time has passed, the rest was a
-        pause in the stream. The pause is observed as one gap, since a mean over the reads after it would hide it.
+        Each read counts as a token. The sweep comes every `SWEEP_SECONDS`. If more time has passed since `seen_at`, the
+        stream has paused for the rest of it. This pause is observed as one gap, since a mean over all reads would hide
+        it.
 
         `now`: in monotonic seconds.
         """

@@ -44,9 +44,9 @@ MOST_CANDIDATES = 8  # the most replicas listed in an answer: each costs a run o
 
 
 class Decisions:
-    """The decisions under way: another proxy has asked for them, and their requests have not ended.
+    """The decisions for other proxies that are under way: their requests have not ended.
 
-    `name`: a prefix of their ids.
+    `name`: a prefix of the decisions' ids.
     """
 
     def __init__(self, proxy: Proxy, name: str = ""):
@@ -140,9 +140,9 @@ class Decisions:
         }
 
     def _in_order(self, leased: ExternalRequest, chosen: Backend) -> list[str]:
-        """Return the ids of the replicas that the gateway itself would try for this request, in order.
+        """Return the ids of the replicas that the gateway would try for this request one after the other.
 
-        The chosen one is the first; at most MOST_CANDIDATES are returned.
+        The chosen one is the first. At most `MOST_CANDIDATES` (8) are returned.
         """
         order = [chosen.id]
         try:

@@ -166,7 +166,7 @@ class Eligibility:
         return found
 
     def is_unknown(self, model: str) -> bool:
-        """Return whether a client's model is unknown: no replica serves it now, or is expected to serve it again.
+        """Return whether a model is unknown: no replica serves it now, and none is expected to serve it again.
 
         While no replica has reported its models, no model is unknown.
         """
@@ -174,9 +174,10 @@ class Eligibility:
         return not known and not self._taking(model)
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
-        """Return the replicas that accept whole requests (in one leg), all in the best state that any of them is in.
+        """Return the replicas of a model that accept whole requests (in one leg).
 
-        Replicas of slow pools, and those with the role of prefiller, are returned only if there are no others.
+        All of them are in the same state, the best one that any of these replicas is in. Replicas of slow pools, and
+        replicas that only prefill, are returned only if there are no others.
 
         `tried`: replicas that are left out.
         """
@@ -220,8 +221,9 @@ class Eligibility:
         """Return the context length, in tokens, that a replica needs to get this prompt.
 
         This is the shortest context with room for the prompt and its answer. If none has room, it is the longest, whose
-        replicas then refuse the request with a message of their own. It does not depend on which replicas are ready: a
-        replica whose context is too short would refuse for good what another one could answer later.
+        replicas then refuse the request with a message of their own. Contexts of replicas that are not ready count as
+        well. Otherwise a replica with a short context might refuse for good a request that another replica could answer
+        later.
         """
         contexts = self.models.routes.contexts.get(model) or self.models.routes.contexts[None]
         wanted = prompt.tokens + (prompt.max_tokens or 1)

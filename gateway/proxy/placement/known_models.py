@@ -83,7 +83,11 @@ class KnownModels:
     # --- handover to another worker process
 
     def handed_on(self) -> dict[str, Any]:
-        """Return the state for a new worker process: "served", the names by replica, and the arguments of `resume`."""
+        """Return the state for a new worker process.
+
+        Its member "served" has the names of models by replica, for `served_before`. The other members are the arguments
+        of `resume`.
+        """
         return {
             "served": {id: sorted(names) for id, names in self._served.items() if names},
             "since_pod_went": {
@@ -104,7 +108,10 @@ class KnownModels:
         self._gone.update(name for name in gone if name in self._pod_went)
 
     def served_before(self, replica: str, names: Iterable[str]) -> None:
-        """Record the names of the models that a replica served before this process began, unless some are known."""
+        """Record the names of the models that a replica served before this process began.
+
+        They are ignored if this process has names of the replica already.
+        """
         self._served.setdefault(replica, frozenset(names))
 
     # --- models that are not served now

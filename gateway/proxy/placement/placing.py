@@ -248,10 +248,10 @@ def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand
 
 
 def add_tail(placement: Placement, backend: Backend, prompt: Prompt) -> None:
-    """Add the cached part of the first block that is not cached completely to a placement's cached tokens.
+    """Raise a placement's predicted cached tokens (`overlap`) by the cached part of the block that follows them.
 
-    These tokens (`overlap`) are a prediction. This is only done for a replica whose cache hits may end inside a block.
-    The replica is chosen without regard to the part, since it is less than a block.
+    Only done for a replica whose cache hits may end inside a block. The choice of the replica ignores this part, since
+    it is less than a block.
     """
     if not backend.is_finer or backend.intake is None or not prompt.token_ids or not prompt.reads_cache:
         return

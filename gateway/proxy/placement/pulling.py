@@ -80,10 +80,10 @@ class Pulls:
         return told
 
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
-        """Handle the failure of an attempt before its first byte, if a pull may have caused the failure.
+        """Handle the failure of an attempt before its first byte, if a pull may have caused it.
 
-        A pull fetches the cache of the prompt's beginning from another replica. This pair of replicas is then not used
-        for pulls for a while, and the request is repeated without one.
+        The request is then repeated without a pull. The two replicas, the puller and the one that has the cache of the
+        prompt's beginning, are not used for pulls together for a while.
 
         `kind`: the kind of failure.
         """

@@ -18,7 +18,8 @@ the sums with their parts.
 No request waits for Redis beyond a deadline. A late request is placed by this gateway's own view of the load, and what
 Redis reserved for it is undone. While Redis cannot be reached ("away"), all decisions are made here at once.
 
-Both choose by the same rule: the script computes the policy's own cost formula, but from all gateways' load.
+The script chooses by the same rule as this process: it computes the policy's own cost formula, but from all gateways'
+load.
 """
 
 from __future__ import annotations
@@ -238,9 +239,10 @@ class SharedLedger:
         self._start_pump()
 
     def _names_of(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Return the candidates' shared names, as the same list object for the same candidates as in the last call.
+        """Return the candidates' shared names, which are their names in Redis.
 
-        Requests with the same list share its packed form in a message.
+        If the candidates are the same object as in the last call, so is the list of names. Requests with the same list
+        share its packed form in a message.
         """
         latest, names = self._targets
         if candidates is not latest:
@@ -346,7 +348,11 @@ class SharedLedger:
         self.end_answers()
 
     def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
-        """Call a request's callback, unless it was called before; an exception in it concerns that request alone."""
+        """Call a request's callback, unless it was called before; an exception in it does not affect other requests.
+
+        `outcome`: "shared", "late" or "away", for metrics.
+        `decision`: what the callback gets.
+        """
         answer, pending.answer = pending.answer, None
         if answer is None:
             return
@@ -576,9 +582,9 @@ class SharedLedger:
             self._start_pump()
 
     async def _beat(self) -> None:
-        """Send a heartbeat and wait until Redis has answered it, or it is given up.
+        """Send a heartbeat with the next message to Redis, and wait until it is answered or given up.
 
-        Other messages wait until the heartbeat is answered, so that messages never overlap.
+        One task sends all messages, so that no message overlaps another.
         """
         heartbeat = self._heartbeat = _Heartbeat()
         self._start_pump()

@@ -4,9 +4,10 @@ An engine that streams sends its 200 before it computes anything, so a later fai
 example, if a prompt has a token id outside the vocabulary, or its core dies, vLLM 0.32 answers with 200, one error
 event and `[DONE]`. Such an answer takes a millisecond, and must not be taken for a fast success.
 
-Nothing here is called per chunk: the first bytes of an answer are read when they come, the last ones when it is over.
-Searches for bytes are enough for most questions. A line break or a quote within generated text is escaped in JSON, so a
-line that begins like an event is one, and a key in plain quotes is a key of the answer itself.
+The first bytes of an answer are read when they come, the last ones when it is over. What comes between is only read for
+metered answers, so that no other answer costs a call per chunk. Searches for bytes are enough for most questions. A
+line break or a quote within generated text is escaped in JSON, so a line that begins like an event is one, and a key in
+plain quotes is a key of the answer itself.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ def media_type(content_type: bytes) -> str:
 
 
 def foreign_head(status: int, content_type: bytes) -> bool:
-    """Return whether an answer's head shows that no inference engine answered the prompt.
+    """Return whether an answer's status and content type show that no inference engine answered the prompt.
 
-    `content_type`: in lower case; without one (b"") only the body can show that, unless the status does.
+    `content_type`: in lower case. Without one (b""), the body has to be looked at, unless the status is enough.
     """
     return 200 < status < 400 or (
         status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
@@ -212,9 +213,9 @@ def output_events(label: str, data: bytes, first: bool) -> int:
 
 
 def next_number(pieces: Iterable[bytes]) -> int:
-    """Return the sequence number for one more event of a response's stream.
+    """Return the sequence number for an event that the gateway adds to a stream of `/v1/responses`.
 
-    `pieces`: the last reads of the stream; if they show no number, 0 is returned.
+    It is one more than the last number in `pieces`, the last reads of the stream, or 0 if they show none.
     """
     events = (line for line in reversed(b"".join(pieces).splitlines()) if line.startswith(b"data:"))
     for line in islice(events, MOST_UNNUMBERED):
@@ -350,8 +351,8 @@ class Beginning:
 def says_anything(stream: bytes) -> bool:
     """Return whether a stream contains any event other than pings and `[DONE]`.
 
-    If it does not, an engine may have written it all the same, or a proxy whose engine has failed. So a stream without
-    such an event does not show that something else than an engine listens at the address.
+    A stream without such an event may come from an engine, or from a proxy whose engine has failed. So it does not show
+    that another kind of server listens at the address.
     """
     return _SAYS.search(_BETWEEN_CHUNKS.sub(b"", stream)) is not None
 
@@ -388,18 +389,19 @@ def keep_alives_end(data: bytes, chunked: bool) -> int:
 
 
 def speaks_api(tail: bytes, whole: bool) -> bool:
-    """Return whether a stream was one of an inference API, by its last bytes; `whole`: these are all of it.
+    """Return whether the last bytes of a stream show that it was a stream of an inference API.
 
-    Too few last bytes of a longer stream count as one.
+    `whole`: whether these bytes are the whole stream. If not, and they are too few to show anything, the result is
+        True.
     """
     return _EVENT_MARKS.search(tail) is not None or (not whole and len(tail) < _SHORT_TAIL)
 
 
 def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: bool) -> bool:
-    """Return whether an answer may be complete that ended with its connection, so that HTTP does not show it.
+    """Return whether an answer may be complete that ended when its connection was closed.
 
-    A stream must end with its API's last event or with an error, and JSON with a closing bracket. Other bodies cannot
-    be checked, and count as complete.
+    HTTP does not show that then, so the answer's last bytes are checked. A stream must end with its API's last event or
+    with an error, and JSON with a closing bracket. Other bodies cannot be checked, and count as complete.
 
     `tail`: the answer's last bytes.
     `whole`: whether these are all of it; otherwise JSON is assumed to begin with a bracket.
@@ -441,10 +443,10 @@ def _ends_with_last_event(label: str, tail: bytes) -> bool:
 
 
 def first_error(data: bytes, streams: bool) -> int:
-    """Return the HTTP status that an error in the first bytes of a 200's body amounts to; 0 if there is none.
+    """Return the HTTP status that an error in the first bytes of a 200's body amounts to; 0 if there is no error.
 
-    The bytes may still have their chunked framing, which is removed as a whole. `error_status` alone would mistake a
-    chunk whose data is `d` or `da`, the beginning of `data:`, for a chunk's size.
+    The bytes may still have their chunked framing. It is removed before the search, since `error_status` alone would
+    take a chunk that consists of `d` or `da`, the beginning of `data:`, for a chunk's size.
     """
     if streams and data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):
         data = _unframed(data)
@@ -535,9 +537,10 @@ def _level(bare: bytes) -> int:
 
 
 def read_usage(tail: bytes, depth: int = 1) -> Usage:
-    """Return the token counts in the last bytes of an answer, which is a JSON object or a stream; NOTHING without any.
+    """Return the token counts in the last bytes of an answer, which is a JSON object or a stream.
 
-    `depth`: in how many nested JSON objects the usage stands.
+    Returns `NOTHING` (all counts None) if there are none. `depth`: how many nested JSON objects contain the usage: 1
+    for most answers, 2 for events that contain a response.
     """
     if (usage := _last_usage(tail, depth)) is not None:
         return usage
@@ -607,7 +610,8 @@ def _cut_text(plain: bytes) -> bytes:
 class UsageSearch:
     """A search for the usage of an answer that comes in reads, and may repeat the client's own text after its usage.
 
-    It keeps the usage that stands in the fewest objects, and how many objects have ended since.
+    The client's text may also contain a member `usage`, but deeper inside the JSON. So the search keeps the usage that
+    stands in the fewest objects. It counts how many objects have ended since, to tell in how many that was.
     """
 
     __slots__ = ("_rest", "_level", "_found_at", "_usage")
@@ -634,9 +638,9 @@ class UsageSearch:
             self._level += 1 + _level(behind)
 
     def usage(self, depth: int) -> Usage:
-        """Return the usage of the complete answer, NOTHING if the one that was found is not the answer's own.
+        """Return the usage of the complete answer, or `NOTHING` if the usage that was found is not the answer's own.
 
-        `depth`: in how many nested JSON objects the answer's own usage stands.
+        `depth`: how many nested JSON objects contain the answer's own usage.
         """
         if self._usage is None or self._level != self._found_at - depth:
             return NOTHING

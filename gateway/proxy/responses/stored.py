@@ -33,7 +33,7 @@ class Stored:
     """A response that an engine has stored.
 
     `replica`: the id of the replica that has it.
-    `counted`: the tokens (input, cached, output) that its tenant was charged for it so far, by any request.
+    `counted`: the tokens (input, cached, output) of this response that its tenant was charged for so far.
     """
 
     __slots__ = ("replica", "counted")
@@ -55,9 +55,9 @@ class Responses:
         return stored.replica if stored is not None else None
 
     def answered(self, replica: str, about: str | None, makes: bool, begin: bytes) -> Stored | None:
-        """Note which replica has the stored response that an answer with status 200 creates or returns, and return it.
+        """Note which replica has the stored response that an answer with status 200 creates or returns.
 
-        Returns None if the answer is about no stored response.
+        Returns this stored response, or None if the answer is about none.
 
         `about`: the id of the stored response that the request refers to, or None.
         `makes`: whether the answer may create a response, which replaces a known one with the same id.

@@ -234,7 +234,10 @@ class StreamRecord:
 
     @property
     def is_unread(self) -> bool:
-        """Whether events are relayed without being parsed, since the stream can no longer be resumed and never was."""
+        """Whether events are relayed without being parsed.
+
+        They are if the stream can no longer be resumed, and no replica has failed within it so far.
+        """
         return bool(self.lost) and not self.breaks
 
     @property
@@ -260,7 +263,7 @@ class StreamRecord:
         self.chunks, self.part = Chunks() if head.is_chunked else None, bytearray()
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Record a read of the replica's answer; return the bytes for the client, and the error that ends it or None.
+        """Record a read of the replica's answer; return bytes for the client, and the answer's error or None.
 
         The client gets complete events only, without the text that it has already.
         """
@@ -411,7 +414,11 @@ class StreamRecord:
     # --- the rest of the stream, from another replica
 
     def _joined(self, event: Event) -> bytes:
-        """Return what the client gets of an event from a replica that resumes the stream."""
+        """Return what the client gets of an event from a replica that resumes the stream; b"" if it has all of that.
+
+        Raises UpstreamError if the event does not continue what the client has, and ValueError if it is of an unknown
+        kind that cannot be relayed.
+        """
         kind, text = event.kind, event.text
         if not self.proven:
             self._prove(event)
@@ -451,10 +458,10 @@ class StreamRecord:
         return self._shown(write(self.label, event.data))
 
     def _prove(self, event: Event) -> None:
-        """Check by an event that the engine goes on from the token ids in its prompt, else raise UpstreamError.
+        """Check that the engine continues the token ids that it was given as its prompt, as far as an event shows that.
 
-        An engine that ignores the ids would answer a prompt that nobody wrote. An event before the text that does not
-        report the ids shows nothing yet.
+        An engine that ignores the ids would answer a prompt that nobody wrote. Raises UpstreamError if the event
+        reports other prompt ids, or has text although no event has reported them.
         """
         if event.prompt_ids:
             if event.prompt_ids != self.prompt_ids + self.ids:
@@ -466,7 +473,7 @@ class StreamRecord:
     def _join_counts(self, usage: dict[str, Any]) -> None:
         """Correct a usage in place, so that it counts the client's prompt and the whole answer.
 
-        The engine has counted the part of the answer that it was given as a part of its prompt.
+        The engine got the begin of the answer as a part of its prompt, and has counted it there.
         """
         usage["prompt_tokens"] = self.prompt.tokens
         usage["completion_tokens"] += self.given

@@ -67,7 +67,7 @@ class ResumableAttempt(Attempt):
             self.handler.on_complete(self)
 
     def write(self, data: bytes, error: UpstreamError | None = None) -> None:
-        """Write to the client what it gets of a read, and fail the attempt if there is an error."""
+        """Write the part of a read that the client gets (`data`), and fail the attempt if there is an error."""
         self.pieces += 1
         if data:
             if self.exchange.metered:
@@ -121,8 +121,9 @@ class Resumer:
     def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
         """Return the body to send for an attempt.
 
-        This is `body`, to which a request for token ids is added if these may serve to resume the stream. To resume a
-        stream, it is a body that asks for the stream's rest, or the request's own once more.
+        If the attempt is to resume a stream, it is a body that asks for the stream's rest, or the request's own body
+        once more. Otherwise it is `body`. If the engine can report token ids from which the stream could be resumed, a
+        request for them is added.
         """
         record = exchange.stream_record
         if record is None or (attempt.leg is not None and not attempt.streams):
@@ -265,9 +266,10 @@ class Resumer:
         return ExchangeEvent.FAILED
 
     def _refusal(self, exchange: Exchange, record: StreamRecord, attempt: Attempt) -> str:
-        """Return why a stream is not resumed, as the label in metrics; "" if it is, for which `record.way` is set.
+        """Return why a stream is not resumed, as the label in metrics, or "" if it is to be resumed.
 
-        Failures of replicas that wrote no new text count as crashes under the request.
+        In the latter case, the way to resume it is set in `record.way`. If the replica failed before it wrote new text,
+        this counts as a crash under the request.
         """
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS

@@ -261,7 +261,7 @@ class Attempt:
             upstream.drop()
 
     def repeat(self, *, new_connection: bool = False, unread: bool = False, without_ids: bool = False) -> Attempt:
-        """Return a new attempt at the same replica, for which the load reserved for this one stays reserved.
+        """Return a new attempt at the same replica, which takes over the load that is reserved for this one.
 
         `new_connection`: use no pooled connection.
         `unread`: the replica cannot have read the whole request on this attempt's connection.
@@ -295,7 +295,7 @@ class Attempt:
         self.handler.head(self, content_type, body)
 
     def data(self, data: bytes) -> None:
-        """Write a read of the answer to the client; before the client has anything of it, pass it to the handler."""
+        """Write a read of the answer to the client, or pass it to the handler if the client has nothing of it yet."""
         if self.state is ANSWERING:
             if len(data) < TINY:
                 keep(self.tail, data)
@@ -371,7 +371,7 @@ def meter(attempt: Attempt, data: bytes) -> None:
 
 
 def keep(tail: deque[bytes], data: bytes) -> None:
-    """Append a read to the last reads of an answer; successive reads of fewer than TINY bytes are joined."""
+    """Append a read to the last reads of an answer (`tail`); successive reads of fewer than 128 bytes are joined."""
     if len(data) < TINY and tail and len(tail[-1]) < TINY:
         tail[-1] += data
     else:
@@ -610,7 +610,10 @@ class Exchange:
 
     @property
     def beginning(self) -> Attempt:
-        """The attempt whose answer the client got first: the last one, unless other replicas resumed its stream."""
+        """The attempt whose answer the client got first.
+
+        This is the last attempt, unless other replicas resumed the stream of an earlier one.
+        """
         record = self.stream_record
         return self.attempts[-1 if record is None or not record.breaks else record.first]
 

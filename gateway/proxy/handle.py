@@ -77,7 +77,10 @@ ATTEMPT_FINISHED = AttemptEvent.FINISHED
 
 
 class Handler:
-    """The driver of all requests: after each event of a request it sets the state and runs the next action."""
+    """The actions that follow the events of requests, for all requests; those after failures are in `Failures`.
+
+    The table in `states` says which action follows. `Exchange.happened` looks it up and calls it.
+    """
 
     def __init__(
         self, own_paths: OwnPaths, preparation: Preparation, placing: Placing, settling: Settling,
@@ -277,7 +280,7 @@ class Handler:
     def hand_over(self, exchange: Exchange, _: Any) -> None:
         """Account for a complete first leg (prefill), then send the second one (decode).
 
-        The second leg's engine fetches the prompt's KV cache from the first leg's.
+        The second leg's engine fetches the prompt's KV cache from the first leg's engine.
         """
         first, legs = exchange.attempts[-1], exchange.legs
         assert legs is not None

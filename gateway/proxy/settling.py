@@ -162,7 +162,7 @@ class Settling:
     def failed(self, backend: Backend | None, kind: str) -> None:
         """Count a failure that is the replica's fault, and report it to the health checks.
 
-        Nothing is done for a replica that was removed, or without one (None).
+        Does nothing if `backend` is None or was removed.
         """
         if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
@@ -259,14 +259,14 @@ class Settling:
             self._tell_intake(backend, placement, prompt)
 
     def _transferred(self, second: Attempt, legs: Legs, writing: float, learns: bool) -> None:
-        """Record how long the KV transfer of a second leg took.
+        """Record how long the KV transfer of a second leg (decode) took.
 
-        This is the time from sending the leg to its first byte, less the time that the first leg still ran and less the
-        decoder's own time.
+        This is the time from sending the leg to its first byte, without the time in which the first leg still ran, and
+        without the time of the decoder's own work.
 
-        `learns`: whether to learn the cost of transfers from it, which is done only if the sending replica was ready
-            all the time.
-        `writing`: the predicted seconds of decoding before that first byte, for an answer that is not streamed.
+        `writing`: the predicted seconds of decoding before the first byte, for an answer that is not streamed.
+        `learns`: whether to learn the cost of transfers from it. This is only done if the sending replica was ready all
+            the time.
         """
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
         moving = two_legs.moving_seconds(second.placement, seconds - writing) - legs.computing
@@ -523,8 +523,9 @@ class Settling:
     def finish(self, attempt: Attempt, prompt: Prompt, usage: Usage) -> None:
         """Account for the complete answer to a prompt: release its load, learn costs, update metrics.
 
-        Learned are the seconds per output token, the length of answers, and the seconds of a KV transfer, each only if
-        this answer shows it undisturbed. The cached tokens in `usage` are compared with the prediction.
+        It learns the seconds per output token, the length of answers and the seconds of a KV transfer. It leaves out
+        any of these that this answer does not show well, for example after a stall of the event loop. The cached tokens
+        in `usage` are compared with the prediction.
         """
         now = monotonic()
         backend, placement = attempt.backend, attempt.placement
@@ -780,9 +781,9 @@ class Settling:
 
 
 def seconds_full(head: Head) -> float:
-    """Return for how many seconds a full replica wants no requests.
+    """Return for how many seconds a full replica wants no requests, by the Retry-After header of its answer.
 
-    These are the seconds of its Retry-After header, at most MOST_FULL_SECONDS, or FULL_SECONDS without a valid one.
+    At most 60 s (`MOST_FULL_SECONDS`) are returned, and 1 s (`FULL_SECONDS`) if there is no valid header.
     """
     told = (head.get(b"retry-after") or b"").decode("latin-1").strip()
     try:

@@ -230,7 +230,7 @@ class Queue:
         return self.qos_of(exchange, exchange.prompt).name
 
     def qos_of(self, exchange: Exchange, prompt: Prompt) -> QosClass:
-        """Return a request's service class: that of its ticket, or the one that its headers and key lead to."""
+        """Return a request's service class: the one on its ticket, else the one that its headers and API key select."""
         known = self._tickets.get(exchange)
         return known[1].qos if known is not None else self._class(exchange, prompt)
 
@@ -449,8 +449,8 @@ def _failed(exchange: Exchange, outcome: str) -> bool:
 def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
     """Return whether an answer can be compared with these limits on its latency (an SLO).
 
-    The first token of a non-streamed answer is not seen. Such an answer can only be compared as a whole, if both limits
-    (TTFT and TPOT) are set and its API generates tokens.
+    A streamed answer can be, if there is any limit. The first token of a non-streamed answer is not seen. Such an
+    answer is compared as a whole, which needs both limits (TTFT and TPOT) and an API that generates text.
     """
     return limits != NO_LIMITS if streams else None not in limits and prompt.path in LIMITS
 

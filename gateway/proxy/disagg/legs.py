@@ -264,7 +264,10 @@ class LegPlacing:
 
 
 def second_leg(exchange: Exchange, now: float) -> None:
-    """Add the attempt of the second leg, on the decoder on which load is reserved, as the exchange's last one."""
+    """Create the attempt of the second leg, and add it as the exchange's last one.
+
+    It goes to the decoder on which load was reserved for it.
+    """
     held = exchange.legs
     assert held is not None and held.placement is not None and exchange.prompt is not None
     placement, held.placement = held.placement, None
@@ -349,7 +352,10 @@ class PrefillAttempt(Attempt):
         exchange.happened(ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, held: Legs, answer: bytes) -> bytes | UpstreamError:
-        """Return the parameters of the KV transfer from a first leg's complete answer, or the error that it shows."""
+        """Return the parameters of the KV transfer from a first leg's complete answer.
+
+        Returns an error if the answer is one, was cut short, or has no parameters.
+        """
         if fault := error_status(answer, False):
             self.handler.settling.record_error(exchange, self, retries.ERROR_ANSWER)
             return UpstreamError(retries.ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")

@@ -83,9 +83,9 @@ class Drift:
         return drifted
 
     def _explained(self, block_size: int) -> int:
-        """Return how many tokens of the window's error come from one difference that most of its answers share.
+        """Return how many tokens of the window's error are due to one difference that most of its answers have.
 
-        A difference of one block is always believed. Another one is believed only if it came with different
+        A difference of one block is always accepted. Another difference is accepted only if it came with different
         predictions: if all predictions were equal, the map may just be wrong about that one prompt.
         """
         error, predicted = max(self._offsets.items(), key=lambda one: len(one[1]), default=(0, []))

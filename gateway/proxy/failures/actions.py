@@ -259,7 +259,7 @@ class Failures:
         self.report(exchange, error)
 
     def report(self, exchange: Exchange, error: ApiError) -> None:
-        """End a request of which the client has no output, with `error` as its answer.
+        """End a request whose client has no output yet, with `error` as its answer.
 
         If comments and pings were relayed, the client has status 200 already, and gets the error as an event.
         """

@@ -180,9 +180,11 @@ class Deadlines:
         return min(self._idle_timeout, LOST_SILENCE) if lost else self._idle_timeout
 
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
-        """End an answer of which no byte came for `seconds`, or have another replica resume it.
+        """End an answer that has stalled, or have another replica resume it.
 
-        If the client does not read, it is treated as one that has left.
+        If the stall is due to the client, which does not read, the client is treated as one that has left.
+
+        `seconds`: the time without a byte after which an answer counts as stalled.
         """
         error = UpstreamError(STALLED, f"no byte for {seconds:g} s")
         if (client := exchange.client).writing_paused:  # the client is the one that does not read

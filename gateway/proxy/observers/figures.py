@@ -105,7 +105,10 @@ class Figures:
             self._metrics.answer_itl_seconds.observe(key, elapsed / pieces, pieces)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """Observe the latencies, tokens and phases of a complete answer with status 200 (an `on_end` of `Settling`)."""
+        """Observe the latencies, tokens and phases of an answer, if it is complete and has status 200.
+
+        This is one of the `on_end` callbacks of `Settling`.
+        """
         attempt, prompt = exchange.attempt, exchange.prompt
         if outcome != "complete" or usage is None or attempt is None or prompt is None:
             return

@@ -131,7 +131,7 @@ def _replicas(seen: Seen, went: Went) -> tuple[str, ...]:
 
 
 def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
-    """Return for a choice the prompt tokens to compute, and the predicted seconds to the first and the last token."""
+    """Return the predictions for a choice: prompt tokens to compute, and seconds to the first and the last token."""
     demand = seen.demand
     if isinstance(went, int):
         candidate = seen.candidates[went]

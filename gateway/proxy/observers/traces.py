@@ -28,7 +28,7 @@ PARENT, PARENT_AND_STATE = frozenset((b"traceparent",)), frozenset((b"traceparen
 
 
 class Traces:
-    """The tracing of requests: starts spans, names the parent span to replicas, and ends spans with attributes."""
+    """The tracing of requests: starts spans, sends replicas the parent of their spans, and ends spans."""
 
     def __init__(self, spans: Spans, policy: str):
         self._spans, self._policy = spans, policy

@@ -63,7 +63,7 @@ class Decisions:
 
         `path`, `body`, `headers`: those of the client's request.
         `exclude`: ids of replicas that have failed the request.
-        `lease`: seconds within which the first report has to come.
+        `lease`: seconds within which the next report has to come, here and after each report.
 
         Returns the decision as JSON data. Raises ApiError if the request is not valid, or no replica can take it.
         """

@@ -188,7 +188,10 @@ class Eligibility:
         return _in_best_state(decoders) or _in_best_state(left)
 
     def slow_pool(self, prompt: Prompt | None) -> Targets | None:
-        """Return the ready replicas of slow pools that can serve a prompt when all others are full, or None."""
+        """Return the ready replicas of slow pools that can serve a prompt; None if there are none.
+
+        They are used when all other replicas are full.
+        """
         if not self.spills or prompt is None:
             return None
         model = prompt.model or None
@@ -204,7 +207,7 @@ class Eligibility:
         return found or None
 
     def sides(self, model: str | None) -> Sides | None:
-        """Return a model's ready prefillers and decoders; None where no replica has a role."""
+        """Return a model's ready prefillers and decoders; None if all ready replicas have both roles."""
         found = self._sides.get(model)
         if found is None:
             ready = [one for one in self.backends.values() if one.replica.state is State.READY and one.serves(model)]
@@ -214,7 +217,10 @@ class Eligibility:
         return found if found.any else None
 
     def has_room(self, backend: Backend, prompt: Prompt) -> bool:
-        """Return whether a prompt and its answer fit the replica's context length, as far as both are known."""
+        """Return whether a prompt and its answer fit the replica's context length; True if that is unknown.
+
+        If the answer's length is unknown, one token is assumed.
+        """
         return self.models.has_room(backend.id, prompt.tokens + (prompt.max_tokens or 1))
 
     def _least_context(self, model: str | None, prompt: Prompt) -> int:

@@ -336,8 +336,8 @@ class SharedLedger:
     def _decided(self, batch: Sequence[_Pending], decisions: Sequence[Decision]) -> None:
         """Pass the decisions of Redis to the callbacks of a batch, in order.
 
-        `decisions`: fewer than the batch has if the token had expired or the script failed; the rest get None. A
-            decision whose request went on without it is undone.
+        If the token had expired or the script failed, there are fewer decisions than requests, and the other requests
+        get None. A decision is undone if its request went on without it.
         """
         self.begin_answers()
         for pending, decision in zip(batch, chain(decisions, repeat(None))):
@@ -553,7 +553,7 @@ class SharedLedger:
         await self._ways.aclose()
 
     async def _keep(self) -> None:
-        """Join the shared ledger, then send a heartbeat every BEAT seconds; join again after a failure."""
+        """Join the shared ledger, then send a heartbeat every `BEAT` (0.25) seconds; join again after a failure."""
         while not self._stopped:  # asked here, because waits in redis-py may swallow a cancellation on Python 3.11
             try:
                 async with asyncio.timeout(2 * PATIENCE):

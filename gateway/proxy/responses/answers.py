@@ -139,7 +139,10 @@ def foreign_head(status: int, content_type: bytes) -> bool:
 
 
 class Sight(Enum):
-    """The verdict on the first bytes of an answer's body with status 200: what they are."""
+    """The verdict on the first bytes of an answer's body with status 200.
+
+    Each value says in words what the bytes are.
+    """
 
     ANSWER = "an answer, or an error"
     EARLY = "nothing of an answer yet"
@@ -202,9 +205,12 @@ def has_begun(label: str, tail: bytes) -> bool:
 
 
 def output_events(label: str, data: bytes, first: bool) -> int:
-    """Return how many output events a read of a stream contains, by one search for their mark.
+    """Return how many output events a read of a stream contains.
 
-    `first`: whether no output event came before, so that a chunk with only a role may be among them.
+    Each output event contains the API's mark (`OUTPUT_MARKS`) once, so the marks are counted.
+
+    `first`: whether no output event came before. Then chunks with only a role may be among the marked ones, and are not
+        counted.
     """
     count = data.count(OUTPUT_MARKS.get(label, ANY_EVENT))
     if first and count and label == "chat":
@@ -557,10 +563,11 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
 
 
 def _last_usage(tail: bytes, depth: int) -> Usage | None:
-    """Return the token counts of an answer that ends soon after its usage, in OpenAI's format; None for other answers.
+    """Return the token counts of an answer in OpenAI's format that ends soon after its usage; None for other answers.
 
-    Nearly all answers end so. The bytes from the usage to the end of the line are then the rest of `depth` objects.
-    The JSON parser verifies that in a tenth of the time that the general search in `read_usage` takes.
+    Nearly all answers are of this kind. To make sure that the usage is the answer's own, it is parsed with the rest of
+    its line as the end of `depth` nested JSON objects. That takes a tenth of the time of the general search in
+    `read_usage`.
     """
     match = USAGE.match(tail, at) if (at := tail.rfind(b'"usage"')) >= 0 else None
     if match is None or tail[at - 1 : at] == b"\\":
@@ -599,7 +606,10 @@ USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25
 
 
 def _cut_text(plain: bytes) -> bytes:
-    """Return the unfinished string or key at the end of a read, as much of it as is needed to parse the next read."""
+    """Return the unfinished string or key at the end of a read, or b"" if there is none.
+
+    A long string is shortened to what is needed to parse the next read.
+    """
     if plain.count(b'"') % 2:
         text = plain[plain.rfind(b'"') :]
         return text if len(text) <= USAGE_KEY_BYTES else b'"' + text[-1:].replace(b'"', b"")

@@ -44,7 +44,7 @@ class Stored:
 
 
 class Responses:
-    """The stored responses that were made or requested last, at most MOST of them."""
+    """The stored responses that were made or requested last, at most 10,000 (`MOST`)."""
 
     def __init__(self) -> None:
         self._stored: dict[str, Stored] = {}

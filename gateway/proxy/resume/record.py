@@ -263,7 +263,7 @@ class StreamRecord:
         self.chunks, self.part = Chunks() if head.is_chunked else None, bytearray()
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Record a read of the replica's answer; return bytes for the client, and the answer's error or None.
+        """Record a read of the replica's answer; return (bytes for the client, None or the error that ends the answer).
 
         The client gets complete events only, without the text that it has already.
         """

@@ -154,7 +154,7 @@ class Resumer:
         )
 
     def begun(self, exchange: Exchange, attempt: Attempt, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Begin to record an answer; return the first bytes for the client, and the error that ends the answer or None.
+        """Begin to record an answer; return (its first bytes for the client, None or the error that ends the answer).
 
         If the answer is no stream that can be resumed, its record is dropped.
         """
@@ -390,7 +390,7 @@ def is_open_ended(head: Head) -> bool:
 
 
 def rest_error(attempt: Attempt, opened: Head | None = None) -> UpstreamError | None:
-    """Return why an attempt's answer cannot continue the stream that the client has, by its head; None if it can.
+    """Return the error if an answer with this status and head cannot continue the client's stream; else None.
 
     `opened`: the head that the client has, if the answer is to be relayed with its own framing; else None.
     """

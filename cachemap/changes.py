@@ -37,7 +37,7 @@ class CacheGroup(NamedTuple):
 
     @classmethod
     def of_states(cls, index: int) -> "CacheGroup":
-        """Return a cache group of Mamba layers.
+        """Return a cache group of Mamba layers, which keep a state of a whole prefix, not keys and values of tokens.
 
         `index`: the engine's index of the group. The result's index has the flag STATES, which marks Mamba layers.
         """
@@ -45,11 +45,12 @@ class CacheGroup(NamedTuple):
 
     @classmethod
     def of_parts(cls, index: int, whole: int) -> "CacheGroup":
-        """Return the group for prompts' last, partial blocks, where full attention has larger blocks than the map.
+        """Return a cache group for the partial blocks at the ends of prompts; the engine has no such group of its own.
 
-        A prompt may end inside a block of full attention, and a later hit may end there too if the replica holds all
-        full-attention blocks before it. `index`: the engine's index of the full-attention group. `whole`: how many of
-        the map's blocks make up one block of full attention.
+        It is used where one block of the engine's full-attention group is larger than the map's blocks. A prompt may
+        end inside such a large block, and a later hit may end at the same place if the replica holds all large blocks
+        before it. `index`: the engine's index of the full-attention group. `whole`: how many of the map's blocks make
+        up one large block.
         """
         return cls(index | PARTS, whole)
 
@@ -72,7 +73,7 @@ class CacheGroup(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "CacheGroup | None":
-        """Return the cache group that a tier name (a group's `tier`) stands for, or None for any other name."""
+        """Return the cache group whose tier name (`CacheGroup.tier`) this is, or None for any other tier name."""
         found = _GROUP.fullmatch(tier)
         return CacheGroup(int(found[1]), int(found[2])) if found else None
 
@@ -99,7 +100,7 @@ class ChunkTier(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "ChunkTier | None":
-        """Return the ChunkTier that a tier name (its `tier`) stands for, or None for a tier without chunks."""
+        """Return the ChunkTier whose tier name (`ChunkTier.tier`) this is, or None for a tier without chunks."""
         found = _CHUNKS.fullmatch(tier)
         return ChunkTier(found[1], int(found[3]), bool(found[2])) if found and int(found[3]) else None
 

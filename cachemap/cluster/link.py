@@ -125,7 +125,7 @@ class Link:
     # --- what fails
 
     def failed(self, error: BaseException) -> None:
-        """Count a failed call to Redis."""
+        """Count and log a failed call to Redis."""
         self.errors += 1
         self.clients.failed()
         log.debug("redis: %s", error)
@@ -133,8 +133,8 @@ class Link:
     def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
         """Note that one of this gateway's tasks in Redis fails for one lane (part of the key space).
 
-        `what`: the task: LEASES, READS or WRITES. `trouble`: the reason, which is logged unless another failure is
-        known already.
+        `what`: the task: LEASES, READS or WRITES. `trouble`: the reason. It is logged only if no other task is failing
+        already.
         """
         self._reached |= trouble.answered
         if not self._troubles:
@@ -143,9 +143,10 @@ class Link:
         self._troubles[what, lane] = trouble
 
     def works(self, what: str, lane: int) -> None:
-        """Note that one of this gateway's tasks in Redis works for one lane (part of the key space).
+        """Note that one of this gateway's tasks in Redis succeeded for one lane (part of the key space).
 
-        `what`: the task: LEASES, READS or WRITES. If it was the last task that failed, the recovery is logged.
+        `what`: the task: LEASES, READS or WRITES. If it had failed before, and no task fails any more in any lane, the
+        recovery is logged.
         """
         if self._troubles.pop((what, lane), None) is not None and not self._troubles:
             log.info("redis %s is of use again", self.place)

@@ -95,9 +95,10 @@ class Writing:
                 journal.start_over()
 
     async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
-        """Write a snapshot of one replica's blocks to Redis, in place of most deltas there.
+        """Write a snapshot of one replica's blocks to Redis, and remove the deltas there that it contains.
 
-        It replaces all deltas if this gateway's changes cannot continue them (`journal.whole`).
+        If this gateway's changes cannot continue the deltas in Redis (`journal.whole`), the snapshot replaces all of
+        them.
         """
         try:
             if one.journal is journal and not one.engine.applying:  # the lease may have been lost before this began
@@ -138,10 +139,16 @@ class Writing:
             journal.start_over()
 
     async def _commit(self, one: SharedIntake, snapshot: Snapshot, how: str, detail: int | bytes) -> bytes:
-        """Replace the snapshot in Redis, if this gateway still holds the lease; return commit.lua's answer.
+        """Replace a replica's snapshot in Redis, if this gateway still holds the lease; return commit.lua's answer.
 
-        `how`, `detail`: "on" and the number of the oldest delta to keep; or "anew" and a delta that takes the place of
-        all deltas. The answer is ok, lost (another gateway has the lease) or behind (the deltas in Redis do not fit).
+        `one`: the replica's intake. `snapshot`: the new snapshot, which has the number of the last delta that it
+        contains.
+        `how` "on": the deltas in Redis continue. `detail` is the number (int) of the oldest delta to keep.
+        `how` "anew": all deltas are removed. `detail` is the one delta (bytes) to write in their place, which tells the
+            other gateways to load the snapshot.
+
+        The answer is b"ok", or b"lost" if this gateway no longer holds the lease. It is b"behind" if the number of the
+        last delta in Redis does not fit: below the snapshot's number with "on", or not below it with "anew".
         """
         keys = one.keys
         new = f"{keys.snapshot}:{self._link.token}"

@@ -116,10 +116,11 @@ class EventApplier:
         return self._orphans + self._groups.orphans + (self.pages.orphans if self.pages is not None else 0)
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """Return how many of a prompt's leading tokens the replica holds, counted in the engine's pages or blocks.
+        """Return how many of a prompt's leading tokens the replica holds, in whole blocks of the engine.
 
-        `held`: how many leading blocks the map finds. `hashes`, `seed`: the hashes of the prompt's blocks and the seed
-        of the first one. `tokens`: the prompt's token ids (uint32), without those that can never be a hit.
+        These are the map's blocks, or pages if the engine's blocks are smaller. `held`: how many leading blocks the map
+        finds. `hashes`, `seed`: the hashes of the prompt's blocks and the seed of the first one. `tokens`: the prompt's
+        token ids (uint32), without those that can never be a hit.
         """
         return self.pages.reach(held, hashes, seed, tokens) if self.pages is not None else held * self._block_size
 
@@ -214,20 +215,24 @@ class EventApplier:
 
     @property
     def blind(self) -> list[str]:
-        """The names of the slower tiers whose store reports the chunks that it adds but not those that it removes."""
+        """The names of the slower tiers whose store, such as LMCache, reports added chunks but no removed ones."""
         return [tier for tier, chunks in self._chunks.items() if chunks.blind]
 
     def forget(self) -> None:
-        """Forget all blocks of the replica, here and in the map, and all pending changes.
+        """Forget all blocks of the replica, here and in the map, and all changes that were not handed to the map yet.
 
-        Only one thing is still remembered: which stores below the engine report no removals.
+        The counts and the engine's block format stay. So does the knowledge which slower tiers have a store that
+        reports the chunks that it adds but not those that it removes (`blind`), as their chunks cannot be followed.
         """
         self._forget_own()
         self.let_go()
         self._map.clear(self._slot)
 
     def let_go(self) -> None:
-        """Drop what is known of pages and chunks, which gets outdated without further events; the map is unchanged."""
+        """Drop what is known of pages (blocks smaller than the map's) and chunks (several blocks in a slower tier).
+
+        Without further events this would become outdated. The map is unchanged.
+        """
         self._drop_pages()
         for chunks in self._chunks.values():
             chunks.clear()
@@ -361,9 +366,10 @@ class EventApplier:
         return event.together if event.tokens else known
 
     def _store_chain(self, event: Stored) -> None:
-        """Queue an event's blocks for the map, as one chain; blocks without a hash are counted in `orphans`.
+        """Queue an event's consecutive blocks for the map; count blocks whose hash cannot be computed in `orphans`.
 
-        Of a chunk of several blocks in a slower tier of the engine, only the last block is queued.
+        Where a slower tier of the engine keeps several blocks as one chunk, only the last block of each chunk is
+        queued.
         """
         ends = slice(event.together - 1, None, event.together)
         keys, parent = event.keys[ends], 0 if event.parent is None else self._hashes_under([event.parent])[0]
@@ -475,9 +481,10 @@ class EventApplier:
         return hashes
 
     def _store_pages(self, event: Stored) -> None:
-        """Begin to store an event of an engine whose blocks (pages) are smaller than the map's.
+        """Begin to store an event of an engine whose blocks, here called pages, are smaller than the map's blocks.
 
-        The work is left in `_steps`; it stores those blocks of the map that the event's pages complete.
+        The remaining work is left in the iterator `_steps`. It stores the map's blocks of which the engine now has all
+        pages.
         """
         if self.pages is None:
             self.pages = Pages(self._model, self._block_size, event.block_size, bool(event.ahead))
@@ -505,9 +512,9 @@ class EventApplier:
                 yield
 
     def _store_chunks(self, event: Stored) -> None:
-        """Begin to store an event of a store below the engine, such as LMCache, whose chunks have one or more blocks.
+        """Begin to store an event of a store below the engine (such as LMCache), which keeps chunks of blocks.
 
-        The work is left in `_steps`. An event that cannot be used is counted in `ignored`.
+        The remaining work is left in the iterator `_steps`. An event that cannot be used is counted in `ignored`.
         """
         blocks, parts = divmod(event.block_size, self._block_size)
         chunks = self._chunks.get(event.tier)
@@ -635,9 +642,10 @@ class EventApplier:
             self._flush()
 
     def _remove_chunks(self, event: Removed) -> list[int | bytes]:
-        """Remove the chunks with the event's keys from a slower tier; return the keys that may name single blocks.
+        """Remove the chunks (blocks found only together) with an event's keys; return keys that may be single blocks'.
 
-        Chunks (several blocks that are only found together) of a store below the engine are left to `_steps`.
+        The event is about a slower memory tier. The removal of chunks of a store below the engine, such as LMCache, is
+        left to the iterator `_steps`.
         """
         self._flush()
         unknown = list(event.keys)
@@ -729,7 +737,10 @@ def _blocks(event: Stored | Removed | Cleared) -> int:
 
 
 def _parts(event: Stored | Removed | Cleared) -> Iterator[Stored | Removed]:
-    """Yield an event as several smaller ones with the same effect; chunks of a slower tier are not split."""
+    """Yield an event as several smaller ones with the same effect.
+
+    The blocks of one chunk (several blocks that a slower tier keeps together) stay in one event.
+    """
     assert not isinstance(event, Cleared)
     count = len(event.keys)
     if isinstance(event, Removed):

@@ -58,9 +58,9 @@ class GroupEvents:
         self.orphans = 0
 
     def knows(self, index: int) -> bool:
-        """Return whether the replica is known to have a cache group with this index besides the main one.
+        """Return whether the replica is known to have a cache group with this index, other than the full-attention one.
 
-        `index`: the engine's index of the group.
+        A cache group is a set of like layers with blocks of their own. `index`: the engine's index of the group.
         """
         if index not in self._known:  # another gateway may have learned it
             groups = self._map.groups(self._slot).values()
@@ -68,7 +68,10 @@ class GroupEvents:
         return index in self._known
 
     def trouble(self, event: Stored) -> str | None:
-        """Return why the cache group of this event makes the engine's events unusable, or None if it does not."""
+        """Return why this event's cache group makes all events of the engine unusable, or None if it does not.
+
+        A cache group is a set of like layers with blocks of their own.
+        """
         sizes = sorted((event.block_size, self._block_size))
         parts = event.kind == MAMBA and sizes[0] > 0 and sizes[1] % sizes[0] == 0
         if event.block_size != self._block_size and not parts:
@@ -97,10 +100,10 @@ class GroupEvents:
             self._alone += event.keys
 
     def store(self, event: Stored) -> None:
-        """Queue an event of a cache group until `following` finds its blocks' hashes, and note the group.
+        """Queue an event of a cache group (like layers with blocks of their own), and note the group.
 
-        An event of Mamba layers is also kept, because it shows the hashes of prompts' last, partial blocks of the same
-        engine step.
+        The event waits until `following` finds its blocks' hashes. An event of Mamba layers is also kept, because it
+        shows the hashes of prompts' last, partial blocks of the same engine step.
         """
         if not self.knows(event.group):
             if event.kind == MAMBA:
@@ -122,20 +125,23 @@ class GroupEvents:
         self.waiting_work += self._work(event)
 
     def _work(self, event: Stored) -> int:
-        """Return how long it takes to find the hashes of an event's blocks, in units of the time for one block."""
+        """Return how long it takes to find the hashes of an event's blocks.
+
+        The unit is the time that the map takes for one block.
+        """
         return FLUSH // 2 + len(event.keys) + len(event.tokens) // (self._block_size * TOKEN_BYTES * HASHED)
 
     # --- blocks of full attention with several hashed blocks each
 
     @property
     def whole(self) -> int:
-        """How many blocks, as prompts are hashed, make up one block of full attention; 0 if the two sizes are equal."""
+        """How many of the map's blocks make up one block of full attention; 0 if both have the same size."""
         if self._parts is None:  # another gateway may have learned it
             self._parts = next((group for group in self._map.groups(self._slot).values() if group.has_parts), None)
         return self._parts.last if self._parts is not None else 0
 
     def learn_whole(self, index: int, blocks: int) -> None:
-        """Note that one block of full attention has the size of `blocks` blocks as prompts are hashed.
+        """Note that one block of full attention is as large as `blocks` of the map's blocks.
 
         Also adds to the map the cache group for prompts' last, partial blocks. `index`: the engine's index of the
         full-attention group.
@@ -172,7 +178,7 @@ class GroupEvents:
         return found
 
     def _named(self, event: Stored) -> Generator[None, None, list[tuple[Key, int]]]:
-        """Return each engine key of an event with our hash of its block, 0 where unknown; yield between steps."""
+        """Pair each engine key of an event with the map's hash of its block, 0 if unknown; yield between steps."""
         known: list[tuple[Key, int]] = []
         for start in range(0, len(event.keys), MOST_PIECE):
             if start:

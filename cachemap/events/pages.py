@@ -1,10 +1,12 @@
-"""Pages: the blocks of an engine whose blocks are smaller than the map's.
+"""Pages: the KV cache blocks of an engine whose blocks are smaller than those of the cache map.
 
-Some engines cache token by token, or in pages of a few tokens. The map still keeps larger blocks: it has a block while
-the engine holds all pages of the block. `Pages.reach` also counts the leading pages of the next block.
+Two sizes of block occur in this module. A *page* is a block of the engine, of one or a few tokens. A *map block* is a
+block as prompts are hashed and the cache map keeps it; it consists of several consecutive pages. The map has a map
+block while the engine holds all of its pages. `Pages.reach` also counts the leading pages of the next map block.
 
-An event reports any number of pages, which follow a page reported before. If the engine drops a page while it holds
-pages after it, the page is kept here as a gap in the chain, until those pages are dropped or it is stored again.
+An event reports any number of consecutive pages, and the page that they follow. If the engine drops a page while it
+holds pages after it, the dropped page is kept here as a gap in the chain, until those pages are dropped too or the
+engine stores the page again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ MOST_SEARCHED = 1 << 13  # pages visited one by one in a step of work
 
 
 class Chain(NamedTuple):
-    """Consecutive blocks of the map that an event has completed: the engine now holds all of their pages."""
+    """Consecutive map blocks that an event has completed: the engine now holds all pages (smaller blocks) of each."""
 
     keys: list[int]  # for each block the engine's key of its last page
     hashes: list[int]
@@ -44,17 +46,17 @@ class Chain(NamedTuple):
 
 
 class Pages:
-    """The pages (blocks smaller than the map's) of one replica.
+    """The pages of one replica: the engine's KV cache blocks, where several of them make up one map block.
 
-    The map knows a block under the engine's key of the block's last page. Each page has a number, from 1 on, which
-    indexes the arrays below. A page also has a name, a hash that stands for the prompt up to the page's end. Within a
-    block, each page's name is chained to that of the page before. Without `pairs`, the name of the last page is the
+    The map knows a map block under the engine's key of its last page. Each page has a number, from 1 on, which indexes
+    the arrays below. A page also has a name, a hash that stands for the prompt up to the page's end. Within a map
+    block, each page's name is chained to that of the page before. Without `pairs`, the name of the last page is the map
     block's hash. (Engines are not known to hold two pages with one name. If they did, the name would be forgotten with
     the first of the two that is dropped.)
 
     `page_size`: tokens in a page.
     `pairs`: whether the engine finds a page only if the token after it is equal too. If so, all page names are made of
-    pairs of a token and the next token, so the name of a block's last page is not the block's hash.
+        pairs of a token and the next token, so the name of a map block's last page is not the map block's hash.
     `searched`: how many pages were visited one by one since a step of the work ended.
     `orphans`: how many pages were ignored because the page before them is unknown.
     """
@@ -80,15 +82,15 @@ class Pages:
         self.orphans = 0
 
     def __len__(self) -> int:
-        """Return the number of known pages, including dropped ones that other pages follow."""
+        """Return the number of known pages, including dropped ones that are kept because held pages follow them."""
         return int(self._by_key.count)
 
     def store(self, event: Stored) -> Generator[None, None, list[Chain]]:
-        """Record that the engine holds an event's pages; yield between steps of the work.
+        """Record that the engine holds an event's pages (small blocks); yield between steps of the work.
 
-        Returns the map's blocks that these pages complete. Pages that follow an unknown page are counted in `orphans`.
-        Raises OverflowError if the engine holds more pages than can be kept here (at most MOST_PAGES pages, and
-        MOST_BYTES bytes).
+        Returns chains of the map blocks that are complete now. Pages that follow an unknown page are counted in
+        `orphans`. Raises OverflowError if the engine holds more pages than can be kept here (at most MOST_PAGES pages,
+        and MOST_BYTES bytes).
         """
         tags = _tags(event.keys)
         before = 0 if event.parent is None else self._by_key.at(int(_tags([event.parent])[0]))
@@ -121,9 +123,10 @@ class Pages:
         return whole
 
     def remove(self, keys: Sequence[Key]) -> Generator[None, None, list[int]]:
-        """Record that the engine dropped the pages with these keys; yield between steps of the work.
+        """Record that the engine dropped some of its pages (small blocks); yield between steps of the work.
 
-        Returns the keys of the map's blocks that are no longer complete.
+        `keys`: the engine's keys of these pages. Returns the map blocks that were complete and now lack a page, each as
+        the engine's key of its last page.
         """
         held, parents, children = self._held.data, self._parents.data, self._first.data
         siblings, previous = self._next.data, self._prev.data
@@ -159,10 +162,11 @@ class Pages:
         return ended
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """Return how many of a prompt's leading tokens the engine holds, counted in pages.
+        """Return how many of a prompt's leading tokens the engine holds, in whole pages (the engine's small blocks).
 
-        `held`: how many leading blocks the map finds. `hashes`, `seed`: the hashes of the prompt's blocks and the seed
-        of the first one. `tokens`: the prompt's token ids (uint32), without those that can never be a hit.
+        `held`: how many leading map blocks of the prompt the map finds for the replica. `hashes`, `seed`: the hashes of
+        the prompt's map blocks, and the seed of the first one. `tokens`: the prompt's token ids (uint32), without those
+        that can never be a hit.
         """
         ahead = int(self.pairs)
         start = max(held - ahead, 0)
@@ -180,11 +184,11 @@ class Pages:
     def _append(
         self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray, ahead: np.ndarray
     ) -> tuple[int, Chain]:
-        """Add consecutive new pages after page number `before`, or (`before` is 0) at the start of a prompt.
+        """Add consecutive new pages after the page numbered `before`, or at the start of a prompt if `before` is 0.
 
-        Returns the number of the last page, and the map's blocks that are complete now.
-        `seed`: the seed of the prompt's first block. `tags`: the pages' keys, from `_tags`. `tokens`: a row of token
-        ids for each page. `ahead`: with `pairs`, for each page a row of the tokens that follow its tokens.
+        Returns the number of the last new page, and the chain of map blocks that are complete now. `seed`: the seed of
+        the prompt's first map block. `tags`: the pages' keys, from `_tags`. `tokens`: a row of token ids for each page.
+        `ahead`: with `pairs`, for each page a row of the tokens that follow its tokens.
         """
         lead = self._begun(before)
         place = len(lead)
@@ -214,9 +218,9 @@ class Pages:
         return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
 
     def _begun(self, page: int) -> list[int]:
-        """Return the numbers of the pages of an unfinished block of the map, from its first page up to `page`.
+        """Return the numbers of the pages of an unfinished map block, from the block's first page up to `page`.
 
-        Empty if `page` is the last page of its block, so that the block is finished, or if it is 0 (no page).
+        The list is empty if `page` is the last page of its map block, which is then finished, or if it is 0 (no page).
         """
         pages: list[int] = []
         if page and self._places[page] != self._last:
@@ -226,7 +230,7 @@ class Pages:
         return pages
 
     def _hash_at(self, last: int) -> int:
-        """Return the map's hash of the block whose last page has the number `last`."""
+        """Return the hash of the map block whose last page has the number `last`."""
         if not self.pairs:
             return int(self._names[last])
         pages = [*self._begun(int(self._parents[last])), last]
@@ -235,9 +239,9 @@ class Pages:
     def _page_names(self, name: int, place: int, hashes: list[int], tokens: np.ndarray, ahead: np.ndarray) -> list[int]:
         """Return the names of consecutive pages; a name is a hash of the prompt up to the page's end.
 
-        `name`: the name of the page before the first one, or the hash of the block before. `place`: the index of the
-        first page in its block. `hashes`: the hashes of the blocks that the pages complete. `tokens`: a row of token
-        ids for each page. `ahead`: with `pairs`, a row of the tokens that follow these.
+        `name`: the name of the page before the first one, or the hash of the map block before. `place`: the index of
+        the first page in its map block. `hashes`: the hashes of the map blocks that the pages complete. `tokens`: a row
+        of token ids for each page. `ahead`: with `pairs`, a row of the tokens that follow these.
         """
         rows = np.stack((tokens, ahead), 2).reshape(len(tokens), -1) if self.pairs else tokens
         data, size = rows.tobytes(), rows.shape[1]
@@ -252,9 +256,10 @@ class Pages:
         return names
 
     def _revive(self, pages: np.ndarray) -> Generator[None, None, list[Chain]]:
-        """Record that the engine holds pages again that it had dropped; yield between steps of the work.
+        """Record that the engine stored pages again that it had dropped; yield between steps of the work.
 
-        `pages`: the pages' numbers. Returns the map's blocks that they complete, each as a chain of its own.
+        `pages`: the numbers of the pages (small blocks). Returns the map blocks that they complete, each as a chain of
+        its own.
         """
         found, held = [], self._held.data
         pages = pages[~self._held.take(pages)]
@@ -270,9 +275,11 @@ class Pages:
         return found
 
     def _ends_through(self, page: int) -> Generator[None, None, list[int]]:
-        """Return the last pages of the complete blocks of the map that contain `page`; yield between steps of the work.
+        """Find the complete map blocks that contain one page (small block of the engine); yield between steps.
 
-        Several blocks contain a page if their prompts part after it.
+        `page`: the page's number. Returns for each of these map blocks the number of its last page. There are several
+        if prompts that share this page differ in a later page of the same map block, and none if each block lacks
+        another page.
         """
         places, held, parents, last = self._places.data, self._held.data, self._parents.data, self._last
         children, siblings = self._first.data, self._next.data
@@ -307,7 +314,7 @@ class Pages:
 
 
 def _tags(keys: Sequence[Key]) -> np.ndarray:
-    """Return engine keys as an array of nonzero u64."""
+    """Return engine keys as an array of nonzero u64, each the key's bits or 1."""
     return np.array([key_bits(key) or 1 for key in keys], U64)
 
 
@@ -318,7 +325,10 @@ def _salt(event: Stored) -> str | None:
 
 
 def _roomy(table: Table, more: int) -> Table:
-    """Return a table with room for `more` words: after a step of growth this one, or a larger one that replaces it."""
+    """Do a step of the growth of a hash table, and return the table to use from now on, with room for `more` words.
+
+    This is the same table, or the larger one that replaces it once growth is complete.
+    """
     if table.wider is None and table.room < more + table.count // 8:
         table.widen(2 * (table.count + more))
     return cast(Table, table.go_on(more))

@@ -54,9 +54,11 @@ ONE = np.uint8(1)  # 1 in the type of the array `load`: with an int, ufunc.at ta
 
 
 class Buckets:
-    """A hash table of nonzero tags (keys), each with a payload, on numpy arrays.
+    """A hash table of integer words in numpy arrays.
 
-    Methods take and return arrays, mostly of places (indices into `words`). No method moves a stored word.
+    Each word joins a nonzero tag (the key to look up) in its high bits and a payload in its low `payload_bits` bits.
+    `words`: the array of all words, 0 where a place is empty. Methods take and return arrays, one element for each tag.
+    Many of them return places, which are indices into `words`. No method moves a stored word to another place.
     """
 
     __slots__ = (
@@ -88,7 +90,7 @@ class Buckets:
 
     @property
     def room(self) -> int:
-        """The number of words that still fit before the table is too full for quick look-ups."""
+        """The number of words that can still be added before the table is too full for quick look-ups."""
         return int(len(self.words) * (FILL if self.wider is None else PACKED)) - self.count
 
     # ---- growth ----
@@ -142,7 +144,7 @@ class Buckets:
     # ---- looking up ----
 
     def find(self, tags: np.ndarray) -> np.ndarray:
-        """Return the place (index into `words`) of each tag, -1 for a tag that the table does not have."""
+        """Return the place (index into the array `words`) of each tag, -1 for a tag that the table does not have."""
         first = self._first(tags)
         hits = self._hits(first, tags)
         if len(hits) == len(tags):
@@ -186,7 +188,7 @@ class Buckets:
             rows, buckets = np.delete(rows, found), np.delete(buckets, found)
 
     def payloads(self, places: np.ndarray) -> np.ndarray:
-        """Return the payloads of the words at these places (indices into `words`), as int64."""
+        """Return the payloads (low bits) of the words at these places (indices into the array `words`), as int64."""
         carried: np.ndarray = self.words.take(places) & ones(self._payload_bits)
         return carried.astype(np.int64)
 
@@ -214,10 +216,11 @@ class Buckets:
     # ---- changing ----
 
     def add(self, tags: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Insert words whose tags the table does not have yet, and return their places (indices into `words`).
+        """Insert words whose tags the table does not have yet, and return their places in the array `self.words`.
 
-        `tags`: the tag in each of the words. Of several words with the same tag one is inserted, and the place of that
-        word is returned for all of them. Raises ValueError if the table has fewer free places than there are words.
+        `words`: the words to insert, each a tag with its payload. `tags`: the tag in each of them. Of several words
+        with the same tag one is inserted, and the place of that word is returned for all of them. Raises ValueError if
+        the table has fewer free places than there are words.
         """
         if self.count + len(words) > len(self.words):
             raise ValueError("more words than there is room for")

@@ -45,7 +45,7 @@ class GroupTables:
         self.of: dict[int, dict[str, CacheGroup]] = {}
 
     def table(self, slot: int, group: CacheGroup) -> BlockTable:
-        """Return the block table of a cache group; create the table if there is none.
+        """Return the block table of a cache group (like layers with blocks of their own); create it if there is none.
 
         The group is also added to the groups of the replica in this slot (index), if that has not been done yet.
         """
@@ -129,11 +129,12 @@ class GroupTables:
             hit = reach
 
     def _of_full(self, slot: int, hashes: Sequence[int], full: int, end: int) -> int:
-        """Return how many leading blocks of a prompt full attention finds, if it holds the first `full` blocks.
+        """Return how many leading blocks of a prompt the full-attention layers of a replica can use.
 
-        The result is `full` unless full attention has larger blocks than the map. Then it finds its own whole blocks,
-        and in the next one the part up to the last place where an earlier prompt ended. This part is looked for up to
-        block `end` of the prompt.
+        `slot`: the replica's index. `full`: how many leading blocks the full-attention table has for it. The result is
+        `full` if the engine's full-attention blocks are as large as the map's. If they are larger, the result has only
+        whole large blocks, and in the next large block the part up to the last place where an earlier prompt ended.
+        That place is looked for up to block `end` of the prompt.
         """
         for name, group in self.of[slot].items():
             if group.has_parts:

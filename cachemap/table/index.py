@@ -1,4 +1,4 @@
-"""The index of a block table, which maps a block's hash to the block's number."""
+"""The index of a block table, a hash table from a block's hash to the block's number."""
 
 from __future__ import annotations
 

@@ -75,17 +75,20 @@ class _Generation(Tree):
     def drop(self, slot: int, number: int, hashes: Sequence[int]) -> None:
         """Record that a replica reported these blocks as dropped from its cache.
 
-        `number`: the number of the last prompt that was routed before the report. The blocks are put into the index
-        (`dropped`) only when it is read, since most of them are never looked up.
+        `slot`: the replica's index. `number`: the number of the last prompt that was routed before the report.
+        `hashes`: the blocks' hashes, which are put into the index (`dropped`) only when it is read, since most are
+        never looked up.
         """
         self._told.append((slot, number, hashes))
         self._told_blocks += len(hashes)
 
     @property
     def dropped(self) -> dict[tuple[int, int], int]:
-        """The blocks that replicas reported as dropped: by the replica's slot (index) and the block's hash.
+        """The blocks that replicas reported as dropped, by the replica's slot (index) and the block's hash.
 
-        The value is the number of the last prompt that was routed before the report.
+        Routed prompts are numbered in order. The value is the number of the last prompt that was routed before the
+        report: predictions that come from this prompt or an earlier one no longer hold for the block, those from a
+        later one do.
         """
         if self._told:
             for slot, number, hashes in self._told:
@@ -186,9 +189,11 @@ class Routed:
         return found
 
     def _resumed(self, slot: int, hashes: Sequence[int], least: int, reach: int) -> int:
-        """Return how many of a prompt's first `reach` predicted blocks can be a hit in all cache groups of a replica.
+        """Shorten a predicted hit to a length at which a replica with several cache groups can resume a prompt.
 
-        The result is at least `least`. `slot`: the replica's index.
+        Each cache group (like layers with blocks of their own) must have what it needs at the hit's end. `slot`: the
+        replica's index. `hashes`: the prompt's blocks. `reach`: how many of them are predicted. The result is at least
+        `least`.
         """
         ends = [generation.ends.get(slot, ()) for generation in (self._new, self._old)]
         while reach > least and not any(hashes[reach - 1] in one for one in ends):
@@ -216,13 +221,16 @@ class Routed:
         return reach
 
     def discard(self, slot: int, hashes: Sequence[int]) -> None:
-        """Note that the replica reported these blocks as dropped, so that they are no longer predicted for it."""
+        """Stop predicting these blocks for a replica, because it reported them as dropped from its cache.
+
+        `slot`: the replica's index. `hashes`: the blocks' hashes. A prompt that is routed later predicts them again.
+        """
         if self:
             self._new.drop(slot, self._number, hashes)
             if self._new.size > self.most:  # replicas dropped so many blocks that older predictions are outdated
                 self._old, self._new = self._new, _Generation()
 
     def clear(self, slot: int) -> None:
-        """Forget all predictions for this replica."""
+        """Forget all predictions for the replica in this slot (index)."""
         self._new.clear(slot)
         self._old.clear(slot)

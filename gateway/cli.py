@@ -192,7 +192,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def load_config(args: argparse.Namespace, without_files: bool = False) -> Config:
     """Return the settings of a command, and set `args.sources` to where each came from. Raises ConfigError.
 
-    `without_files`: whether a setting that names an unusable file is listed in the result. By default it raises.
+    `without_files`: the command can do without files that settings name. Settings whose files cannot be used are then
+    listed in `Config.unusable` of the result. Otherwise they raise ConfigError.
     """
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
     config = load(given, file=getattr(args, "config", None), without_files=without_files)

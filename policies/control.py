@@ -134,7 +134,7 @@ class Refusals:
         self._window, self._lately = dict(counted), dict(counted)
 
     def last_third(self) -> None:
-        """Start counting the refusals of the window's last third."""
+        """Begin the count of refusals in the last third of the window."""
         self._lately = dict(self._counted)
 
     def of(self, qos: str) -> tuple[Refused, Refused]:
@@ -143,7 +143,7 @@ class Refusals:
         return Refused(*map(sub, counted, window)), Refused(*map(sub, counted, lately))
 
     def next_window(self) -> None:
-        """Start counting the refusals of a new window."""
+        """Begin both counts of refusals again, for a new window."""
         self._window, self._lately = dict(self._counted), dict(self._counted)
 
 
@@ -156,7 +156,7 @@ class ControlStep(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A step of overload control that was taken or undone, and the pressure (latency / limit) at that time."""
+    """A step of overload control that was taken or undone, with the pressure (highest latency / limit) at that time."""
 
     step: str
     qos: str
@@ -220,15 +220,16 @@ def answered(seen: Answers) -> float:
 
 
 def _is_missed(answers: float, missed: int, enough: float) -> bool:
-    """Return whether more than the share MISSED of all requests missed their limits, among at least `enough` requests.
+    """Return whether too many requests missed their latency limits: more than 1 % (MISSED) of at least `enough`.
 
-    `answers`: requests that were answered; `missed`: further requests, which were refused or have no answer yet.
+    `answers`: how many requests were answered. `missed`: how many further ones were refused or have no answer yet, all
+    of which count as missed. With fewer than `enough` requests in all, the result is False.
     """
     return answers + missed >= enough and missed > MISSED * (answers + missed)
 
 
 def _is_over(lately: Answers, missed: int) -> bool:
-    """Return whether requests no longer missed their limits in the last third of a window.
+    """Return whether a window's last third shows that requests no longer miss their limits.
 
     False if that third has too few requests to judge. `lately`: statistics of its answers. `missed`: how many requests
     were refused in it.
@@ -397,7 +398,7 @@ class Control:
         return [found[name] for name in self._names_above(step)]
 
     def _is_kept(self, step: ControlStep) -> bool:
-        """Return whether a step is not undone because the pressure of some higher class is uncertain (`_is_held`)."""
+        """Return whether a step is kept because the pressure of a higher class is uncertain (`_is_held`)."""
         return any(map(self._is_held, self._names_above(step)))
 
     def _is_held(self, name: str) -> bool:

@@ -102,9 +102,10 @@ class Fit:
         self.coefficients = tuple(self._learned) if self.error <= self._prior_error else self._prior
 
     def _gap(self, predicted: float, by_prior: float, seconds: float) -> float:
-        """Update the running errors of the learned and the prior coefficients; return the log error, within bounds.
+        """Update the running errors of the learned and the prior coefficients; return the error to learn from.
 
-        `predicted`, `by_prior`: seconds predicted by the learned and by the prior coefficients; `seconds`: observed.
+        It is log(observed / predicted seconds), bounded so that single outliers count less. `predicted`, `by_prior`:
+        seconds predicted by the learned and by the prior coefficients. `seconds`: the observed ones.
         """
         self.count += 1
         rate = max(0.05, 1 / self.count)

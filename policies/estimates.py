@@ -117,7 +117,7 @@ def _prompt(candidate: Candidate, demand: Demand, output: float) -> FirstLeg:
 
 
 def _held(load: Load, demand: Demand) -> float:
-    """Return how many tokens of KV cache the replica's present requests and the new one take together."""
+    """Return how many KV cache tokens a replica's present requests and the new one (`demand`) need together."""
     return load.context_tokens + load.prefill_tokens + demand.tokens + demand.output
 
 

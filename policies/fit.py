@@ -1,7 +1,8 @@
-"""Which ways of serving a request (a replica, or a pair of them) have room for it, and which meet its latency limits.
+"""Which of the ways to serve a request have room for it, and which meet its latency limits.
 
-`admission` defines ways, room and limits. Predictions are checked against measurements: for predictions that came near
-a limit, a running quantile of the ratio of measured to predicted seconds is kept (a margin). Later predictions are
+A *way* to serve a request is one replica, or a pair of replicas for prefill and decode. Its *estimate* is its predicted
+latency. `admission` defines room and limits. Predictions are checked against measurements: for predictions that came
+near a limit, a running quantile of the ratio of measured to predicted seconds is kept (a margin). Later predictions are
 multiplied by it. No I/O and no clock.
 """
 
@@ -84,7 +85,8 @@ class Question:
     def computing(self, whole: bool) -> dict[int | str, int]:
         """Return for each replica how many prompts it is computing.
 
-        `whole`: True for the replicas that would serve the request alone, False for the prefill replicas of pairs.
+        `whole`: True for the replicas that would serve the request alone, False for the prefill replicas of pairs. The
+        keys are the replicas' names, or the indices of the estimates if `places` is empty.
         """
         if not self.places:
             return {index: one.computing for index, one in enumerate(self.estimates)} if whole else {}
@@ -92,7 +94,7 @@ class Question:
         return {place[0]: one.computing for place, one in pairs if (len(place) == 1) is whole}
 
     def is_whole(self, index: int) -> bool:
-        """Return whether the way with this index is a single replica, not a pair."""
+        """Return whether the way with this index is one replica for the whole request, not a pair of replicas."""
         return not self.places or len(self.places[index]) == 1
 
 
@@ -115,15 +117,18 @@ class Fit:
         estimates: Sequence[Estimate],
         fits: Callable[[Estimate, float, float], bool] | None = None,
     ) -> Sequence[int]:
-        """Return the indices of the ways that have room for a request, beyond the room kept for higher classes.
+        """Return the indices of the estimates whose replicas have room for a request of its class.
 
-        `fits`: a test of one estimate to use in place of `has_room`, with the same arguments.
+        Each estimate is for one way to serve the request: by one replica, or by a pair for prefill and decode. Higher
+        classes have reserved fractions of the replicas, which are kept for them in three ways.
+        Prefills: a prefill that has begun cannot be interrupted. So as many replicas as these fractions amount to are
+            kept free of lower classes' prefills.
+        Streams and KV cache: only the part of these fractions that the higher classes have not used lately is kept
+            free.
+        Shared steps: a request does not join a prefill of a higher class. The engine would compute both prompts in one
+            step, which takes as long as both.
 
-        Each class has a reserved fraction of the replicas. A prefill that has begun cannot be interrupted, so as many
-        replicas as the higher classes' fractions amount to are kept free of lower classes' prefills. Of streams and KV
-        cache, only that part of these fractions is kept free which the higher classes have not used lately. A request
-        also does not join a prefill of a higher class: the engine would compute both prompts in one step, which takes
-        as long as both.
+        `fits(estimate, share, tight)`: a test of one estimate to use in place of `has_room`.
         """
         qos, fair_share, fits = asked.request.qos, self._fair_share, fits or self.has_room
         above, first = fair_share.above(qos, asked.now), fair_share.others_yield(qos, asked.now)
@@ -156,7 +161,10 @@ class Fit:
         )
 
     def fast(self, request: QueuedRequest, estimates: Sequence[Estimate], room: Sequence[int]) -> Sequence[int]:
-        """Return the indices in `room` of those ways that meet the request's own TPOT limit or are idle."""
+        """Keep only the estimates in `room` that meet the request's own TPOT limit or whose replicas are idle.
+
+        `room`: indices of `estimates`. Returns the indices that are left.
+        """
         limit = request.slo.tpot
         if limit is None or limit >= self._tpot:
             return room
@@ -196,9 +204,9 @@ def _clear(computing: Collection[int], kept: float) -> int:
 
 
 def unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[ClassQueue]) -> Sequence[int]:
-    """Return the indices in `room` of those ways for whose replicas no queue in `ahead` waits.
+    """Keep only the ways in `room` that use no replica for which a request in one of the queues `ahead` waits.
 
-    `places`: the replicas of each way.
+    `room`: indices of ways to serve a request. `places`: the replicas of each way. Returns the indices that are left.
     """
     if not ahead or not room:
         return room

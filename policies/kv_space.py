@@ -80,7 +80,8 @@ class Shape:
     def bytes(self, dtype: str, tensor_parallel: int) -> int:
         """Return the bytes of one token's KV cache in one layer on one GPU, in the number format `dtype`.
 
-        Heads are divided among the `tensor_parallel` GPUs, with at least one on each; a latent is stored whole on each.
+        Attention heads are divided among the `tensor_parallel` GPUs, with at least one on each. A latent vector (MLA)
+        is stored whole on each GPU.
         """
         if not self.latent:
             return max(1, self.kv_heads // tensor_parallel) * 2 * KV_DTYPES[dtype].bytes(self.head_size)
@@ -183,14 +184,14 @@ class KvSpace:
     def moved(self, tokens: int) -> int:
         """Return the bytes of KV cache that one GPU sends to another engine for a prompt of `tokens` tokens.
 
-        They are counted as vLLM's NIXL connector does: whole blocks, and of layers with a window only the blocks that
-        the prompt's last window may touch.
+        They are counted as vLLM's NIXL connector does: in whole blocks. Layers with a sliding window send only the
+        blocks that the prompt's last window may touch.
         """
         blocks = sum(layers.count * self.moved_blocks(layers, tokens) for layers in self.shape.layers)
         return blocks * self.layer_block_bytes
 
     def moved_blocks(self, layers: Layers, tokens: int) -> int:
-        """Return how many blocks of one of these layers are sent to another engine for a prompt of `tokens` tokens."""
+        """Return how many blocks one layer of this kind sends to another engine for a prompt of `tokens` tokens."""
         blocks = -(-tokens // self.block_size)
         return min(blocks, -(-layers.window // self.block_size) + 1) if layers.window else blocks
 
@@ -252,10 +253,11 @@ def read(config: Mapping[str, object]) -> Shape:
 
 
 def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int], int] | None:
-    """Return a function from a prompt's number of tokens to the bytes of KV cache that are sent to another engine.
+    """Return a function that computes the bytes of KV cache sent to another engine from a prompt's number of tokens.
 
-    None if the model's config.json is not understood. The bytes are those of all GPUs together, which send each head
-    once and a latent once, in the number format that the checkpoint names.
+    Returns None if the model's config.json is not understood. The bytes are the sum over the sender's GPUs: the keys
+    and values of every attention head once or, for latent attention (MLA), each token's latent vector once per layer.
+    Numbers have the format that the checkpoint names.
     """
     try:
         return KvSpace(read(config), block_size=block_size).moved

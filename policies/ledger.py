@@ -168,7 +168,7 @@ class Unanswered:
         self._look()
 
     def leave(self, reservation: Reservation) -> None:
-        """Remove a request that has ended, or whose answer the gateway would not see."""
+        """Stop awaiting the first byte of a request, because it has ended or the gateway would not notice that byte."""
         if reservation.number:
             reservation.number = 0
             self._waiting -= 1
@@ -198,7 +198,7 @@ class Changes(Generic[T]):
         self.count = 0
 
     def tell(self, what: T) -> None:
-        """Log that `what` has changed."""
+        """Add an entry to the log: `what` has changed."""
         self._latest.append(what)
         self.count += 1
 
@@ -241,7 +241,7 @@ class Ledger:
         return self.changes
 
     def _changed(self, replica: str, own: bool = True) -> None:
-        """Log that a replica's load has changed; if this gateway's `own` part has, also call `moved`."""
+        """Log that a replica's load has changed; if this gateway's requests changed it (`own`), also call `moved`."""
         if self.changes is not None:
             self.changes.tell(replica)
         if own and self.moved is not None:
@@ -419,7 +419,7 @@ class Ledger:
             self._changed(reservation.replica)
 
     def answered(self, reservation: Reservation, now: float) -> None:
-        """Note at `now` that a request's answer came in one piece, so that its replica does not count as late."""
+        """Note at `now` that a request's whole answer came at once, so that its replica does not count as late."""
         if (unanswered := reservation.unanswered) is not None:
             unanswered.answered(reservation, now)
             self._changed(reservation.replica, own=False)

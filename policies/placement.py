@@ -1,8 +1,8 @@
 """The types that a Router reads and returns: the prefix map, evaluations and decisions.
 
-The prefix map knows which replica holds which KV cache blocks. It names a replica by its slot, a number. The blocks in
-memory slower than a replica's first tier are a sequence of *runs*: (tier, number of adjacent blocks or tokens), in the
-prompt's order.
+The prefix map knows which replica holds which KV cache blocks. It names a replica by its slot, a number. What a replica
+holds in memory slower than its first tier is a sequence of *runs*, in the prompt's order. A run is a pair (tier, count)
+for adjacent blocks in one tier. The prefix map counts runs in blocks, evaluations and decisions in tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .vocabulary import Candidate, Choice, Demand, Pull
 
 
 def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
-    """Return the first `most` blocks of some runs of (tier, blocks), converted to runs of (tier, tokens).
+    """Return the first `most` blocks of some runs, with their counts converted from blocks to tokens.
 
-    `size`: tokens per block; 1 leaves the counts as they are.
+    `runs`: pairs (tier, number of adjacent blocks). `size`: tokens per block; 1 leaves the counts as they are.
     """
     kept: list[tuple[str, int]] = []
     for tier, count in runs:
@@ -30,7 +30,7 @@ def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
 
 
 def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
-    """Return the rest of some runs of (tier, blocks) after their first `start` blocks."""
+    """Return what is left of some runs (tier, number of adjacent blocks) after their first `start` blocks."""
     kept: list[tuple[str, int]] = []
     for tier, count in runs:
         if count > start:
@@ -91,13 +91,13 @@ class PrefixMap(Protocol):
         """Return whether the replica is known to hold any block in tiers slower than the first."""
 
     def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
-        """Set whether the replica always recomputes the last block of a hit, as some engines that speculate do.
+        """Set whether the replica recomputes ("drops") the last block of every hit, as some engines that speculate do.
 
         `to_end`: its lookup includes a block that ends exactly at the prompt's end.
         """
 
     def drops(self, slot: int) -> bool:
-        """Return whether the replica always recomputes the last block of a hit."""
+        """Return whether the replica always recomputes ("drops") the last block of a hit."""
 
     def clear(self, slot: int) -> None:
         """Forget all blocks that the replica holds."""
@@ -112,7 +112,7 @@ NO_PULLS: Mapping[str, Pull] = {}
 class Held(NamedTuple):
     """A request as prepared for one space, with the number of its blocks that each replica holds.
 
-    A space is one tokenizer, chat template and block size. `match`: None if the request has no full block or may not
+    A space is one tokenizer, chat template and block size. `match` is None if the request has no full block or may not
     use the cache.
     """
 
@@ -123,7 +123,7 @@ class Held(NamedTuple):
 class Evaluation(NamedTuple):
     """The policy's choice of a replica for a request, before the request is counted in the replica's load.
 
-    It is made by the loads that this gateway knows.
+    The choice rests on the loads that this gateway knows. Another choice may replace it: a shared ledger's `Decision`.
     """
 
     demand: Demand
@@ -140,7 +140,7 @@ class Evaluation(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The choice of a replica, made and already counted by a ledger (of loads) that several gateways share."""
+    """A choice of a replica by the load ledger that several gateways share, which has already counted the load."""
 
     index: int  # type: ignore[assignment]  # of the chosen candidate; hides tuple.index, which nobody calls
     replica: str

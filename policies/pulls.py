@@ -32,9 +32,9 @@ def offer(
     transfers: Transfers,
     now: float,
 ) -> list[Candidate]:
-    """Set on candidates the pulls that pay off, and return the candidates that got one.
+    """Set a pull on each candidate for which one pays off, and return these candidates.
 
-    A pull fetches the beginning of the prompt from another replica's memory. `reach`: leading prompt tokens in the
+    A pull is a fetch of the prompt's beginning from another replica's memory. `reach`: leading prompt tokens in the
     memory of each replica that takes part in pulls; only these replicas may fetch. `cost`: the policy's cost of a
     candidate in seconds. If many candidates may fetch, only the FEW (8) most promising ones are considered: those that
     would cost least if they held as much of the prompt as the replica that holds most.
@@ -59,9 +59,10 @@ def _give_best(
     transfers: Transfers,
     now: float,
 ) -> bool:
-    """Set on the candidate `one` the pull that makes it cost least, if any pays off; return whether one does.
+    """Set on a candidate the pull that lowers its cost most, if any lowers it; return whether one does.
 
-    `holders`: the replicas from whose memory it may fetch; `reach`: leading prompt tokens in the memory of each.
+    A pull is a fetch of the prompt's beginning from another replica's memory. `one`: the candidate. `holders`: the
+    replicas from which it may fetch. `reach`: the leading prompt tokens in the memory of each.
     """
     quickest: dict[int, Pull] = {}
     for holder in holders:

@@ -188,9 +188,10 @@ def commit_decoder(router: Router, demand: Demand, candidate: Candidate, now: fl
 
 
 def moving_seconds(second: Placement, seconds: float) -> float:
-    """Return how many of the `seconds` from sending the second leg (decode) to its first token the transfer took.
+    """Return how long the KV transfer of a request in two legs took.
 
-    That is the time beyond what the decoder itself was predicted to take.
+    `second`: the placement of the second leg (decode). `seconds`: the measured time from sending that leg to its first
+    token. The result is what this time exceeds the decoder's own predicted time by.
     """
     costs, tokens = second.candidate.costs, second.demand.tokens
     return seconds - costs.punctual_seconds(second.reservation.before, 1, tokens - 1)

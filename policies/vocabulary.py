@@ -39,7 +39,7 @@ class Demand:
 
 
 class Pull(NamedTuple):
-    """The beginning of a prompt that a replica fetches from another replica's memory instead of computing it."""
+    """A fetch of a prompt's beginning from another replica's memory, in place of computing it."""
 
     source: str  # the replica that has the tokens in its memory
     tokens: int
@@ -48,7 +48,12 @@ class Pull(NamedTuple):
 
 @dataclass(slots=True)
 class Candidate:
-    """One replica that could serve a request; the Router sets `overlap`, `lower` and `pull` for each request."""
+    """One replica that could serve a request.
+
+    The Router sets three fields anew for each request: `overlap` and `lower`, the prompt tokens that the replica holds
+    in its first tier (GPU memory) and in slower ones, and `pull`, those that it would fetch from another replica's
+    memory.
+    """
 
     replica: str
     overlap: int  # leading prompt tokens whose KV cache it holds in its first tier, < Demand.tokens

@@ -111,7 +111,7 @@ async def body_of(response: aiohttp.ClientResponse, most: int = MOST_BYTES) -> b
 
 
 class Bounded(ResponseHandler):
-    """A connection that closes itself if an answer has too many bytes of headers and framing for its body."""
+    """A connection that closes itself if an answer's headers and framing are too large relative to its body."""
 
     _came = 0  # bytes since the request was sent
 
@@ -138,7 +138,7 @@ class Bounded(ResponseHandler):
 
 
 class Connector(aiohttp.TCPConnector):
-    """An aiohttp connector whose connections are `Bounded`."""
+    """An aiohttp connector whose connections (`Bounded`) limit the headers and framing of answers."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -146,7 +146,7 @@ class Connector(aiohttp.TCPConnector):
 
 
 class Response(aiohttp.ClientResponse):
-    """A response that keeps a reference to its connection (`over`), even after the connection was released."""
+    """A response that keeps a reference to its connection (in `over`), even after the connection was released."""
 
     over: asyncio.BaseTransport | None = None
 

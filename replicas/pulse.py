@@ -96,6 +96,11 @@ class Pulse:
         return since >= self.ended
 
     def fresh(self, now: float) -> bool:
-        """Return whether a long stall ended just now, which may have broken connections (2 s or longer)."""
+        """Return whether a long stall of this process, of 2 s or more, ended in about the last second.
+
+        Connections to engines may break after such a stall, since nothing was read from them meanwhile. If a probe
+        fails while this is True, it should be repeated. Further stalls extend the second, to at most 5 s after the long
+        one.
+        """
         self.look(now)
         return now < self._fresh_until

@@ -77,7 +77,8 @@ class ComparedEngine:
     def tell(self, found: str | None = None) -> None:
         """Update the message about the tokenizer in the status of the engine's replicas.
 
-        `found`: the result of a comparison, in words; None if only other findings have changed.
+        `found`: the result of a comparison of tokens, in words. None keeps the last result, where only what is known of
+        the engine's date or of its token counts has changed.
         """
         if found is not None:
             self.found = found
@@ -155,10 +156,9 @@ class TokenizerComparison:
         return engine
 
     def set_apart(self) -> set[str]:
-        """Return the engines whose tokens differ from the gateway's, if those of another compared engine do not differ.
+        """Return the engines whose tokens differ from the gateway's, if another compared engine makes equal tokens.
 
-        If no compared engine makes the gateway's tokens, the result is empty, since the gateway may be the one that is
-        wrong.
+        If none does, the result is empty, since the gateway may be the one that is wrong.
         """
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
         other = {id for id, one in compared.items() if one.differs or one.differs_in_chats or one.doubts.stands_alone}
@@ -181,7 +181,8 @@ class TokenizerComparison:
             found.tell()
 
     def made_alike(self, engine: str, prompt: Prompt) -> None:
-        """Record that an engine counted as many tokens as the gateway in a prompt whose kind is doubted (`Doubts`)."""
+        """Record that an engine and the gateway counted equally many tokens in a prompt of a kind in doubt (`Doubts`).
+        """
         if (found := self._maker_of(engine, prompt)) is None or (has := features_of(prompt, b"")) is None:
             return
         if found.doubts.counted_alike(has):
@@ -194,9 +195,10 @@ class TokenizerComparison:
             self._judged()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> ComparedEngine | None:
-        """Return the findings about an engine, or None if they say nothing about this prompt.
+        """Return what is known of an engine's tokens, or None if it does not apply to this prompt.
 
-        They do not if the gateway has since changed its tokenizer, or its way of making tokens.
+        It applies only while the gateway uses the pipeline with which the engine was compared, and makes tokens in the
+        same way as it did for this prompt.
         """
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
@@ -230,7 +232,7 @@ class TokenizerComparison:
         return task
 
     def _is_stale(self, engine: ComparedEngine) -> bool:
-        """Return whether the engine's findings are about a tokenizer that the gateway no longer uses."""
+        """Return whether an engine was compared with a tokenizer that the gateway no longer uses."""
         return engine.pipeline is not self._pipeline()
 
     async def _follow(self, replica: Replica, engine: ComparedEngine) -> None:

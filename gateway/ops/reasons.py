@@ -21,7 +21,11 @@ MOST_NAMED = 3  # replicas of equal cost that a sentence names
 
 
 class Term(NamedTuple):
-    """A term of a replica's cost, in words: its meaning, and the advantage of a replica where it is smaller."""
+    """The words for one term of a replica's cost.
+
+    `meaning`: what the term measures. `advantage`: how an explanation names the reason for choosing a replica whose
+    term is smaller than another's.
+    """
 
     meaning: str
     advantage: str

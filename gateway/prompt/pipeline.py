@@ -434,8 +434,9 @@ class Pipeline(ModelReader):
         together with the output. `special`: the tokenizer has added special tokens around the text. Sets `prompt.cut`
         if any tokens are cut off. Raises ApiError or Unroutable.
 
-        vLLM cuts on the side that `truncation_side` names. Without that field it cuts on the left, for embeddings on
-        the right, and keeps the special tokens around the text.
+        As in vLLM, tokens are cut off at the side that the request's `truncation_side` names, special tokens included.
+        If it names none, the special tokens are kept, and the text between them is cut on the left, for embeddings on
+        the right.
         """
         given = request.get("truncation_side")
         keep = integer(keep)

@@ -153,7 +153,7 @@ class Attempt:
         self.body = None
 
     def parse_stream(self, beginning: Beginning) -> None:
-        """Keep the parser (`beginning`) of the stream's first bytes, which are held back until they show output."""
+        """Set the parser of the stream's first bytes, which are held back from the client until they show output."""
         self.beginning = beginning
 
     def hold_back(self, data: bytes) -> None:
@@ -161,7 +161,7 @@ class Attempt:
         self.withheld = data
 
     def looked_through(self, size: int) -> None:
-        """Note that the `size` bytes held back so far were parsed."""
+        """Note how many of the bytes held back from the client have been parsed (`size`)."""
         self.looked_at = size
 
     def found_error(self, status: int, computed: bool = False) -> None:
@@ -238,7 +238,7 @@ class Attempt:
         self.events, self.mark, self.response_head, self.seen_at = events, mark, head, monotonic()
 
     def rewrite_head(self, head: Head) -> None:
-        """Have the client get this head in place of the replica's."""
+        """Set the response head that the client gets in place of the replica's."""
         self.response_head = head
 
     def could_not_fetch(self, kind: str) -> bool:
@@ -503,7 +503,7 @@ class Exchange:
         self.charge = charge
 
     def costs(self, cost: Cost) -> None:
-        """Note the request's cost, which is what it counts against its tenant's limits."""
+        """Note the request's cost, which counts against its tenant's limits."""
         self.cost = cost
 
     def names(self, model: str | None) -> None:
@@ -535,11 +535,14 @@ class Exchange:
         return legs
 
     def opens(self, head: Head) -> None:
-        """Note that the client has this head, and comments or pings after it, but no output."""
+        """Note that the client is sent this response head before the answer has any output.
+
+        This happens when the first comments or pings of a stream are relayed, to keep the client's connection alive.
+        """
         self.opened = head
 
     def tells(self, stored: Stored | None) -> None:
-        """Note the stored response that its answer creates or returns."""
+        """Note the stored response that the answer creates or returns; None if there is none."""
         self.stored = stored
 
     def answered_by_gateway(self, status: int, error: Exception | None = None) -> None:
@@ -591,9 +594,10 @@ class Exchange:
         self.prompt, self.tried, self.attempts_used, self.stays_whole = prompt, tried, 0, True
 
     def told_whole(self, prompt: Prompt, events: int) -> None:
-        """Set the prompt and the number of output events of a whole stream that several replicas wrote.
+        """Set the prompt and the number of output events of a whole stream that several replicas wrote, for accounting.
 
-        They are for its accounting. `prompt`: the client's own, in place of the one that asked for the rest.
+        `prompt`: the client's own prompt, in place of the one that asked for the stream's rest. `events`: the number of
+        output events.
         """
         last = self.attempts[-1]
         self.prompt, last.events = prompt, max(last.events, events)

@@ -1,4 +1,4 @@
-"""The two secret settings, given in the environment, in the configuration file, or as @FILE."""
+"""The two settings that hold secrets. The value of each is the secret itself, or @FILE for a file that contains it."""
 
 from __future__ import annotations
 

@@ -36,8 +36,10 @@ class Sample:
 def prompt_sample(region: str, seconds: float, tokens: int, cached: int, budget: int) -> Sample:
     """Return the sample of one prompt's time to first token on an idle engine.
 
-    `region`: the kind of measurement, one of NEW, CACHED and TEXT; `tokens`: length of the prompt; `cached`: how many
-    of these tokens the engine had cached; `budget`: the engine's max_num_batched_tokens.
+    `region`: the kind of measurement, with which errors of the fit are reported: NEW (a new prompt), CACHED (a prompt
+    behind a cached prefix) or TEXT (a cached prompt that is sent as text). `seconds`: the measured time. `tokens`:
+    length of the prompt. `cached`: how many of these tokens the engine had cached. `budget`: the engine's
+    max_num_batched_tokens.
     """
     parts = _prefill(tokens - cached, cached, budget)
     parts |= {"latency": 1, "work": 1, "token": tokens, "base": parts["prefill"]}
@@ -49,7 +51,7 @@ def burst_sample(seconds: float, count: int, tokens: int, cached: int, budget: i
 
     `seconds`: from sending until every reply has its first token; `tokens`: length of each prompt; `cached`: how many
     of these tokens the engine had cached; `budget`: the engine's max_num_batched_tokens. The prompt that reaches the
-    engine last first waits for the running step to end, half a step on average, and is computed in the next step.
+    engine last waits for the running step to end, half a step on average, and is computed in the next step.
     """
     parts = _prefill(tokens - cached, cached, budget) | {"base": 1.5, "prefill": 1.5}
     return Sample(BURST, seconds, parts | {"latency": 1, "work": count, "token": count * tokens})
@@ -95,7 +97,7 @@ FAR = 1.345
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The errors of the fit for one kind of measurement (region), as shares of the measured times."""
+    """The errors of the fit for one kind of measurement (such as a new prompt), as shares of the measured times."""
 
     count: int  # of samples
     bias: float  # median of (fit - seen) / seen
@@ -118,7 +120,7 @@ class Fit:
 
     @property
     def poor(self) -> list[str]:
-        """The regions (kinds of measurement) in which the fit has a large typical error or a large bias."""
+        """The kinds of measurement (such as a new prompt) in which the fit has a large error or a large bias."""
         return [name for name, one in self.residuals.items() if one.typical > POOR or abs(one.bias) > POOR_BIAS]
 
     def seconds(self, parts: dict[str, float]) -> float:

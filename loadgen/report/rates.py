@@ -90,7 +90,12 @@ def never_reached(report: Report) -> str:
 
 
 def reasons(report: Report) -> Iterator[str]:
-    """Yield why fewer requests per second were answered than offered, the load's own reasons first."""
+    """Yield in words why fewer requests per second were answered than the load offers.
+
+    The first reasons lie in the load and its settings: turns that wait for a reply, and the limit of requests in
+    flight. Then come failures, a generator that was late, the time after the last conversation began, and an
+    interruption.
+    """
     offered, generator = report["offered"], report["generator"]
     requests = report["requests"] + report["not_sent"]
     if offered["later_turns"]:

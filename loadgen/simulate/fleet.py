@@ -71,8 +71,8 @@ class Live:
 class Fleet:
     """A simulated fleet and its virtual clock: `send` and `at` schedule what happens, `run` makes it happen.
 
-    `more`: further fields of `Setting`, by name; the other arguments are fields of it too, except `keep`. `keep`:
-    whether `result` keeps the record of each request, with its block hashes.
+    `keep`: whether `result` keeps the record of each request, with its block hashes. All other arguments are fields of
+    `Setting`; `more` has those that are not named here.
     """
 
     def __init__(

@@ -83,7 +83,11 @@ class Holders:
         return any(blocks[replica] for blocks in self._lower.values())
 
     def drop(self, replica: int, drops: bool, to_end: bool = True) -> None:
-        """Do nothing: no simulated engine drops (recomputes) the last block of a cache hit."""
+        """Do nothing; this method exists because the Router may call it on a `CacheMap`.
+
+        There it sets whether an engine recomputes ("drops") the last block of every cache hit. No simulated engine
+        does.
+        """
 
     def drops(self, replica: int) -> bool:
         return False

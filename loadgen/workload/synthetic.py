@@ -27,9 +27,10 @@ _ID, _PLACE, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
 
 def token_ids(spans: Iterable[Span], salt: int = 0, vocabulary: int = VOCABULARY) -> np.ndarray:
-    """Return the token ids of the spans as one array (uint32). 12,000 tokens in 24 blocks take 0.15 ms.
+    """Return the token ids of some spans (parts of a prompt without text) as one array (uint32).
 
-    `vocabulary`: upper bound of the ids. With another `salt` all tokens differ, but prompts still share the same parts.
+    `salt`: a number that goes into the hash of every token. With another salt all tokens differ, but prompts still
+    share the same parts. `vocabulary`: upper bound of the ids. 12,000 tokens in 24 blocks take 0.15 ms.
     """
     ids, lengths = [], []
     for span in spans:
@@ -53,12 +54,19 @@ def token_ids(spans: Iterable[Span], salt: int = 0, vocabulary: int = VOCABULARY
 
 
 def text(spans: Iterable[Span], salt: int = 0) -> str:
-    """Return the spans as text with one word per token; 12,000 words take 0.4 ms."""
+    """Make up a text for some spans (parts of a prompt without text), with one word for each of their tokens.
+
+    `salt`: a number that goes into the choice of every word. With another salt the words differ, but prompts still
+    share the same parts. 12,000 words take 0.4 ms.
+    """
     return " ".join(_WORDS[token_ids(spans, salt) % len(_WORDS)].tolist())
 
 
 def in_words(message: Message, salt: int) -> Message:
-    """Return the message with its spans as words; a message with text is returned as it is."""
+    """Return a message with its spans (parts without text) replaced by words; a message with text is unchanged.
+
+    `salt`: as for `text`.
+    """
     spans = message.get("content")
     return {**message, "content": text(spans, salt)} if isinstance(spans, tuple) else message
 

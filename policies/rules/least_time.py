@@ -287,7 +287,8 @@ class Habits:
     def continues(self, demand: Demand, held: float) -> bool:
         """Return whether a request seems to continue a conversation.
 
-        `held`: the prompt tokens that a single replica holds and no other does.
+        `held`: how many prompt tokens one replica holds and no other does. A whole earlier prompt there shows a
+        continuation.
         """
         shortest = self.shortest.get(demand.root)
         # A template may end the shortest prompt otherwise than it continues it, so two blocks are left out.
@@ -305,10 +306,10 @@ class Habits:
         return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
 
     def after(self, continues: bool, streams: float, replicas: int) -> float:
-        """Return the weight of seconds after the first token, which the module's docstring calls `after`.
+        """Return `after`: how much a second after the first token counts relative to a second before it.
 
-        `continues`: the request continues a conversation; `streams`: the decoding requests of all replicas together;
-        `replicas`: how many replicas there are.
+        The module's docstring derives it. `continues`: the request continues a conversation. `streams`: the decoding
+        requests of all replicas together. `replicas`: how many replicas there are.
         """
         lasts = 1.0 / ((1.0 - self.p_continuation) * (1.0 + streams / replicas) + _MOVES)
         return (_GOING_ON if continues else _BEGINNING) * lasts

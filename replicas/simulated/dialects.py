@@ -52,8 +52,8 @@ class Dialect:
     def usage(self, generations: list[Generation], streamed: bool = False) -> dict:
         """Return vLLM's usage object. A prompt counts once, however many sequences (`n`) answer it.
 
-        As in vLLM (seen with 0.28), the cached tokens are those of one sequence only. In a stream it is the sequence
-        that had the first token. In a whole answer it is the last prompt's sequence that ended last.
+        As in vLLM (seen with 0.28), `cached_tokens` is the count of a single sequence. In a stream this is the sequence
+        that began first. In a whole answer, it is whichever sequence of the last prompt ended last.
         """
         sent = sum(generation.sent for generation in generations)
         prompts = generations[:: self.n]
@@ -67,10 +67,10 @@ class Dialect:
 
 
 class _OpenAI(Dialect):
-    """The part that chat completions and completions have in common.
+    """The base of the formats of chat completions and completions.
 
-    A subclass sets `object` and `chunk`: the value of "object" in a whole answer, and in a part of a stream. Its
-    `_said` returns the members of a choice that have the text.
+    A subclass sets `object` and `chunk`: the value of the field "object" in a whole answer, and in an event of a
+    stream. Its `_said` returns the fields of a choice that have the text.
     """
 
     object = chunk = ""
@@ -142,7 +142,7 @@ class Completion(_OpenAI):
 
 
 class Responses(Dialect):
-    """OpenAI's Responses, whose streams have named events, numbered in sequence."""
+    """The format of OpenAI's Responses API, whose streams have named events, numbered in sequence."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -213,9 +213,10 @@ class Responses(Dialect):
 
 
 class Messages(Dialect):
-    """Anthropic's Messages; `input_tokens` excludes cached tokens, which have a field of their own.
+    """The format of Anthropic's Messages API.
 
-    vLLM 0.28 and 0.32 also exclude newly stored tokens, which they report as `cache_creation_input_tokens`.
+    In its usage, `input_tokens` excludes cached tokens, which have a field of their own. vLLM 0.28 and 0.32 also
+    exclude newly stored tokens, which they report as `cache_creation_input_tokens`.
     """
 
     def _message(self, generation: Generation, content: list, sent: int, ended: dict) -> dict:

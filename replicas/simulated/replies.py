@@ -84,9 +84,10 @@ def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int
 
 
 class Replies:
-    """All text that an engine can reply with: all paragraphs one after the other, used as a ring.
+    """All text that a simulated engine can reply with: English paragraphs, joined into a ring of tokens.
 
-    `ids`: the tokens. `pieces`: the text of each token. Raises ValueError if the tokenizer makes no tokens of English.
+    After its last token the ring continues with the first one. `ids`: the ring's token ids. `pieces`: the text of each
+    token. Raises ValueError if the tokenizer makes no tokens of English.
     """
 
     def __init__(self, tokens: Tokens, seed: int = 0):
@@ -118,9 +119,10 @@ class Replies:
             self._where.setdefault(self.ids[at - self.context : at].tobytes(), []).append(at)
 
     def begin(self, prompt: array) -> tuple[int, int]:
-        """Return the position in the ring at which the reply to `prompt` starts, and the reply's length in tokens.
+        """Return where the reply to a prompt starts, as an index into the token ids `ids`, and its length in tokens.
 
-        `prompt`: token ids, unsigned 32 bit.
+        If the prompt ends with a part of a reply, the result is the rest of that reply. `prompt`: token ids, unsigned
+        32 bit.
         """
         at = self._resume(prompt)
         if at is None:
@@ -134,10 +136,10 @@ class Replies:
         return xxhash.xxh3_64_intdigest(prompt.tobytes(), self._seed) % PARAGRAPHS
 
     def _resume_beginning(self, prompt: array) -> int | None:
-        """Return the ring position of the next token if `prompt` ends with the first few tokens of its reply.
+        """Return the index in `ids` of the next token if `prompt` ends with the first tokens of its reply, else None.
 
-        Else return None. Fewer than `context` tokens do not identify a paragraph. But the prompt before them determines
-        its reply, so they are compared with that reply.
+        Fewer than `context` tokens do not identify a paragraph. But the prompt before them determines its reply, so
+        they are compared with that reply.
         """
         for many in range(1, min(self.context, len(prompt))):
             if prompt[-many:].tobytes() in self._beginnings:
@@ -147,11 +149,11 @@ class Replies:
         return None
 
     def _resume(self, prompt: array) -> int | None:
-        """Return the ring position of the next token if `prompt` ends with part of a reply, else None.
+        """Return the index in `ids` of the next token if `prompt` ends with part of a reply, else None.
 
-        The part has to be at least `context` tokens long. The same tokens may occur at several positions in the ring.
-        Preferred is a position whose match, followed backwards, begins at a paragraph's start, as replies do; else the
-        one with the longest match.
+        The part has to be at least `context` tokens long. The same tokens may occur at several places in `ids`.
+        Preferred is a place whose match, followed backwards, begins at a paragraph's start, as replies do. Otherwise it
+        is the one with the longest match.
         """
         best, found = (False, 0), None
         for at in self._where.get(prompt[-self.context :].tobytes(), ()):
@@ -164,7 +166,7 @@ class Replies:
         return found
 
     def walk(self, start: int, count: int) -> tuple[list[int], list[str]]:
-        """Return `count` token ids, and the text of each token, from position `start` in the ring on."""
+        """Return `count` token ids and the text of each, from index `start` in `ids` on; the first follows the last."""
         size, end = len(self.ids), start + count
         if end <= size:
             return self.ids[start:end].tolist(), self.pieces[start:end]

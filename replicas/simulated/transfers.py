@@ -1,11 +1,15 @@
-"""Transfers of prompts' KV caches between engines: one computes a prompt and keeps it, another fetches it.
+"""Transfers of prompts' KV caches between simulated engines: one computes a prompt and keeps it, another fetches it.
 
-With vLLM's NIXL connector the prompt is computed first, and the answer has the parameters with which to fetch it. With
-Mooncake's connector both engines get the request at the same time, with a common name, and the decoding engine waits at
-the other until the prompt is computed. llm-d's sidecar lets the prefiller that a header names compute the prompt, as
-with NIXL. The protocol between the engines is not that of vLLM: the fetching engine sends an HTTP POST to the other
-one, which then forgets the prompt. Only the fact that the prompt was computed is kept: its blocks are in the prefix
-cache like any others, and may be evicted.
+Three ways in which real deployments pass on a prompt are imitated.
+NIXL (vLLM's connector): the prompt is computed first. The answer has the parameters with which to fetch it.
+Mooncake (vLLM's connector): both engines get the request at the same time, each with the same transfer name. The
+    decoding engine waits until the prefill engine has computed the prompt.
+llm-d (its sidecar): a header names the prefill engine. The decoding engine has it compute the prompt first, then
+    proceeds as with NIXL.
+
+The protocol between the engines is not that of vLLM: the fetching engine sends an HTTP POST to the other one, which
+then forgets the prompt. Only the fact that the prompt was computed is kept: its blocks are in the prefix cache like any
+others, and may be evicted.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ class Transfers:
 
     @property
     def open(self) -> int:
-        """The number of transfers whose prompts are not yet computed, or not yet fetched by the other engine."""
+        """The number of transfers under way: the prompt is not yet computed, or not yet fetched by the other engine."""
         return len(self._kept)
 
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +105,7 @@ class Transfers:
         asyncio.get_running_loop().call_later(seconds, self._close, name)
 
     def keep(self, tokens: int, blocks: int, address: tuple[str, int], cached: int) -> dict[str, Any]:
-        """Keep a computed prompt for another engine; return the transfer parameters for the answer.
+        """Keep a computed prompt for another engine; return the parameters with which that engine can fetch it.
 
         `tokens`, `blocks`: the prompt's length. `address`: this engine's host and port. `cached`: how many tokens of
         the prompt were found in the cache.
@@ -123,10 +127,10 @@ class Transfers:
         }
 
     async def compute(self, name: str, computing: Callable[[], Awaitable[Prompts | None]]) -> None:
-        """Compute the prompts of a Mooncake transfer, and keep them for the other engine.
+        """Compute the prompts of a Mooncake transfer, and keep them for the decoding engine.
 
-        That engine may wait for them already, or ask later. `name`: of the transfer. `computing()`: computes the
-        prompts and returns them, or None if they must not be kept.
+        That engine may wait for them already, or ask later. `name`: the name of the transfer. `computing()`: computes
+        the prompts and returns them, or None if they must not be kept.
         """
         computed, kept = self._enter(name), False
         try:
@@ -138,10 +142,10 @@ class Transfers:
                 self._close(name)
 
     async def hand_over(self, name: str, kind: str) -> Prompts:
-        """Return the prompts that are kept under this name, and forget them. Raises NotThere.
+        """Return the prompts that this engine keeps for a transfer, and forget them. Raises NotThere.
 
-        With Mooncake's connector, wait until they are computed. `kind`: of the engine that fetches, which has to equal
-        this engine's.
+        With Mooncake's connector, wait until they are computed. `name`: the name of the transfer. `kind`: the cache
+        format of the fetching engine, which has to equal this engine's.
         """
         if kind != self._kind or not (self.meets or name in self._kept):
             raise NotThere

@@ -125,17 +125,17 @@ def conversation(
     reads: Collection[str] = (),
     media: MediaPlacing | None = None,
 ) -> list[dict[str, Any]]:
-    """Convert the messages of a chat request to what the template gets as `messages`.
+    """Convert the messages of a chat request to what the chat template gets as `messages`.
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so it gets a text as a list with
         one part of the type "text".
-    `knows_developer`: if False and there are developer messages, these and all system messages are merged into one
-        system message at the front.
-    `by_schema`: the API passes tool calls through vLLM's schema, as all APIs but Responses do. The schema puts their
-        keys in its own order, which is visible if a template dumps them as JSON.
+    `knows_developer`: whether the template knows the role "developer". If not, developer and system messages are merged
+        into one system message at the front, provided there are developer messages.
+    `by_schema`: whether the API parses tool calls with vLLM's schema, as all APIs but Responses do. That changes the
+        order of their keys, which is visible if a template dumps them as JSON.
     `quirks`: how the engine's version differs from the newest one.
-    `reads`: which of the keys `thinking`, `tools` and `tool_call_id` the template may read. Only some releases of
-        transformers pass these keys to it (MAY_BE_UNLIKE).
+    `reads`: which of the keys `thinking`, `tools` and `tool_call_id` of messages the template may read. Whether it gets
+        these keys may depend on the engine's release of transformers.
     `media`: decides what replaces parts that are not text.
 
     Raises ApiError if `messages` is no valid conversation, Multimodal for a part that is not text if `media` is None,

@@ -324,10 +324,12 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count(node: nodes.Node) -> int:
-    """Rewrite a node of a template's syntax tree so that rendering it reduces the budget; return the cost of one run.
+    """Make a node of a template's syntax tree reduce the rendering's budget, and return its price for one run.
 
-    Each loop, macro and block gets a step that reduces the budget whenever its body runs. Expressions are replaced by
-    what `_paying` returns for them.
+    The budget is the number of bytes that the rendering may still read or make; prices are in the same unit. The node
+    is changed in place, with all nodes below it. Each loop, macro and block gets a step that takes the price of its
+    body off the budget whenever the body runs. Expressions whose price depends on the size of their values are wrapped
+    in a filter that takes it off (`_paying`).
     """
     cost = NODE
     for name, value in node.iter_fields():
@@ -351,10 +353,10 @@ def _count(node: nodes.Node) -> int:
 
 
 def _paying(parent: nodes.Node, field: str, node: nodes.Node) -> nodes.Node:
-    """Return a node that evaluates the expression `node` and reduces the budget by what that costs.
+    """Return an expression wrapped in a filter that reduces the rendering's budget by the size of its value.
 
-    `parent` and `field`: the node that holds the expression, and the name of its field there. The expression is
-    returned unchanged if the steps that `_count` adds already pay for it.
+    `node`: the expression. `parent` and `field`: the node that holds it, and the name of its field there. The
+    expression is returned unchanged if its price is constant, since the steps that `_count` adds already include it.
     """
     if isinstance(node, nodes.Concat):
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "~", node.lineno)

@@ -74,7 +74,11 @@ def another_time(moment: datetime, hours: int) -> datetime:
 
 
 class Clock:
-    """The date and time that a model's engines may show, given what is known of their time zones."""
+    """The present date and time as one model's engines write them into prompts.
+
+    Which dates are possible depends on the time zones (`zones`) that the engines may be in. The time of day is the
+    gateway's own.
+    """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.now = now

@@ -215,7 +215,7 @@ class ChatTemplate:
 
 
 def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[list[dict[str, Any]], str]:
-    """Add a tag to the end of the last message, which is to be continued.
+    """Add a tag to the end of the last message, which the answer is to continue, so that its end can be found again.
 
     Returns a copy of the conversation with the tag, and the text of the last message without it. `source`: the
     template's source. Raises TemplateError if the last message has no text, or the template reads no content.
@@ -240,11 +240,11 @@ def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[
 
 
 def cut_at_tag(rendered: str, final_text: str) -> str:
-    """Return the rendered text before the tag that marks the end of the message to be continued.
+    """Return a rendered conversation up to the tag that `tag_final_message` put at the last message's end.
 
-    The tag ends with a blank. A template that strips messages removes this blank. Without the tag it would have removed
-    the blanks at the end of the message, so these are removed here. `final_text`: the message's text without the tag.
-    Raises TemplateError if the template drops the message.
+    The tag ends with a blank. If this blank is missing in the rendered text, the template strips messages. It would
+    then have stripped the blanks at the end of the untagged message as well, so these are removed here. `final_text`:
+    the message's text without the tag. Raises TemplateError if the template drops the message.
     """
     bare = _CONTINUE_TAG.strip()
     at = rendered.rfind(bare)

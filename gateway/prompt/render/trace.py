@@ -27,7 +27,7 @@ MARKER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 
 class Slot(NamedTuple):
-    """A reference to one text of the conversation by the text's index."""
+    """A reference to one text of the conversation, by its index in the list of all its texts."""
 
     index: int
 
@@ -55,11 +55,13 @@ class Untraceable(Exception):
 
 
 class Trace:
-    """The record of one run of a template on stand-ins for the conversation's texts.
+    """The record of one run of a template on stand-ins: strings in place of the conversation's texts.
+
+    A stand-in's characters are literals and *markers* (numbers between reserved characters), each of which stands for a
+    text. The methods' `raw` strings are such characters, as the template handles them.
 
     `slots`: the texts of the conversation. `expressions`: by marker number, how the marker's text is computed from
-    them. `questions`: what the template asked about the texts, with the answers. The methods' `raw` strings are what
-    the template handles: literals, and markers that stand for texts.
+    them. `questions`: what the template asked about the texts, with the answers.
     """
 
     def __init__(self, slots: Sequence[Any]) -> None:
@@ -83,13 +85,20 @@ class Trace:
         return Text(self._mark((method, raw, args, index)), value, self)
 
     def lift(self, raw: str) -> str:
-        """Return a stand-in for `raw` if it is a string with markers, which stand for texts, else `raw` unchanged."""
+        """Make a recording stand-in again of a string that Jinja has made of stand-ins, for example by joining them.
+
+        `raw`: the string. Its markers (numbers between reserved characters) each stand for a text of the conversation.
+        A string without markers is returned unchanged, since it depends on no text.
+        """
         if type(raw) is str and OPEN in raw:
             return Text(raw, self.fill(raw), self)
         return raw
 
     def fill(self, raw: str) -> str:
-        """Return the text of the traced conversation that `raw`, a string of literals and markers, stands for."""
+        """Return `raw` with its markers replaced by the texts of the traced conversation that they stand for.
+
+        `raw`: a string of literals and markers.
+        """
         return text_of(self._operand(raw), self.slots)
 
     def ask(self, method: str, raw: str, args: tuple, answer: Any) -> Any:

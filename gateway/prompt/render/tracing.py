@@ -80,7 +80,7 @@ class TracingEnvironment(plain.Sandbox):
     # calls
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Call a function for a template; raises Untraceable for a function that could read a stand-in unrecorded."""
+        """Call a function for a template. Raises Untraceable for one that could read a stand-in unrecorded."""
         # Jinja adds the variables of the surrounding loop and block to the arguments of every call, for functions that
         # take the context.
         named = [given for name, given in kwargs.items() if name not in _SURROUNDINGS]
@@ -178,9 +178,10 @@ class TracingEnvironment(plain.Sandbox):
 
 
 def _same_calling(function: Any, guarded: Any) -> Any:
-    """Copy Jinja's marks from `function` to `guarded` and return `guarded`.
+    """Copy Jinja's marks from a filter or test to the function that wraps it, and return the wrapping function.
 
-    The marks say what Jinja passes to a filter or test as its first argument (the context or the environment).
+    The marks say what Jinja passes as the first argument (the context or the environment). `function`: the filter or
+    test. `guarded`: the function that wraps it.
     """
     for attribute in ("jinja_pass_arg", "jinja_async_variant"):
         if hasattr(function, attribute):

@@ -546,8 +546,8 @@ def _mentioned(value: Any) -> Iterator[str]:
 
 
 def _typed(value: Any) -> Any:
-    """Return the value of a field that may be a special token of this model only.
+    """Return the value of a tokenizer's setting, with an object that describes a special token made an AddedToken.
 
-    An object becomes an AddedToken if its `__type` says that it is one, else it is returned unchanged.
+    Such an object has the member `__type` with the value "AddedToken". Any other value is returned unchanged.
     """
     return _token(value) if isinstance(value, dict) and value.get("__type") == "AddedToken" else value

@@ -52,7 +52,7 @@ def readings(directory: Path, config: dict[str, Any], settings: dict[str, Any]) 
 
 
 def sorts_tools(directory: Path) -> bool:
-    """Return whether the folder's program sorts the keys of tools alphabetically before the template gets them."""
+    """Return whether the Python code in a model's folder sorts the keys of tools before the chat template gets them."""
     return "deep_sort_dict(tools)" in _program(directory)
 
 

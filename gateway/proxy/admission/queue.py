@@ -192,12 +192,12 @@ class Queue:
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
     def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, QueuedRequest] | None:
-        """Return a request's new ticket, and the admission of the group of replicas that may serve the request.
+        """Return the admission that decides on a request, and a new queue ticket for it; None if it was refused.
 
-        Returns None if the request was refused because of an invalid header.
+        The admission is that of the replicas that serve the request's model. A request is refused here if one of its
+        headers is invalid.
 
-        `space`: for a request whose prompt is not read, the number of its prompt space (group of replicas with one
-            prompt format).
+        `space`: the number of the space (replicas with one prompt format), for a request whose prompt is not read.
         """
         key, header = asker.tenant, asker.request.header
         try:

@@ -114,9 +114,10 @@ class LegPlacing:
         return LegPlan(chosen, transfer, first_body)
 
     def ways(self, exchange: Asker, evaluation: Evaluation, now: float) -> list[legs.Ways]:
-        """Return the replicas to choose the legs from, with their costs; none if the request must stay in one leg.
+        """Return the groups of replicas from which the two legs can be chosen, with their costs.
 
-        There is one entry for each group of replicas that can exchange KV caches.
+        There is one entry for each group of replicas that can exchange KV caches, and none if the request must stay in
+        one leg.
         """
         return two_legs.ways(self._router, evaluation, self.pairings_of(exchange), now)
 
@@ -131,9 +132,10 @@ class LegPlacing:
         return self._pairings(exchange.prompt, exchange.tried)
 
     def look_into(self, exchange: Exchange) -> None:
-        """Mark a request to stay in one leg if no KV transfer can make a first leg's body from the request's body.
+        """Keep a request on one replica if its body cannot be changed into the body of a first leg (prefill).
 
-        Must be called before admission, which otherwise assumes that replicas for two legs may be used.
+        That is so if it cannot be done for any of the KV transfers that the model's replicas use. Must be called before
+        admission, which otherwise assumes that replicas for two legs may be used.
         """
         prompt, body = exchange.prompt, exchange.request.body
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None

@@ -40,7 +40,7 @@ def _by_transfer(backends: Iterable[Backend]) -> dict[Transfer, list[Backend]]:
 
 
 def _sentence(remedy: str) -> str:
-    """Return the text with a capital first letter."""
+    """Return a text with its first letter made a capital."""
     return remedy[0].upper() + remedy[1:]
 
 

@@ -41,9 +41,10 @@ REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL) - OVERLOADE
 class UnattributedError(NamedTuple):
     """An error answer for which it is not known yet whether the replica or the request is at fault.
 
-    `engine`: the process that answered; several replicas, its data-parallel ranks, may be of one engine.
-    `kind`: the kind of failure, a key of `retries.KINDS`.
-    `witness`: whether the answer may show that the request is at fault; not if the engine fails too many in a row.
+    `engine`: the process that answered; several replicas, its data-parallel ranks, may be of one engine. `kind`: the
+    kind of failure, a key of `retries.KINDS`. `witness`: whether the error counts as evidence that the request is at
+    fault. It does not if the engine has failed several requests in a row, or if a decoder may only have failed to fetch
+    the prompt's KV cache.
     """
 
     replica: str
@@ -67,7 +68,10 @@ def _alike(one: str, other: str) -> bool:
 
 
 def settled(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Return whether two engines failed the request alike and both count as witnesses, so that no third is tried."""
+    """Return whether the request itself is at fault, because two engines failed it alike; no third is tried then.
+
+    Errors of engines that have failed several requests in a row do not count (`UnattributedError.witness`).
+    """
     return unattributed_errors[-1].witness and agree(
         [*(one for one in unattributed_errors[:-1] if one.witness), unattributed_errors[-1]]
     )

@@ -37,10 +37,11 @@ Went = int | legs.LegChoice  # a choice: the index of a candidate, or the replic
 
 
 class Seen(NamedTuple):
-    """A copy of all that a choice depended on.
+    """A copy of all that a choice of replicas depended on, at the time of the choice.
 
-    `ways`: the replicas for two legs with their costs, as copies. A replica that is also in `candidates` is copied only
-        once.
+    `candidates`: copies of the replicas that could serve the whole request.
+    `ways`: the groups of replicas for two legs (prefill and decode), with their costs, as copies. A replica that is
+        also in `candidates` is copied only once.
     """
 
     demand: Demand
@@ -77,11 +78,17 @@ class Shadows:
         return Seen(demand, [_copy(one) for one in candidates])
 
     def acted(self, seen: Seen, went: Went) -> None:
-        """Have the acting policy's choice (`went`) compared with the shadows', in the next event-loop iteration."""
+        """Have the acting policy's choice compared with the shadows', in the next event-loop iteration.
+
+        `seen`: the copied state on which the choice was made. `went`: the choice.
+        """
         asyncio.get_running_loop().call_soon(self.judge, seen, went)
 
     def judge(self, seen: Seen, went: Went) -> None:
-        """Let every shadow choose, and count in metrics how its choice differs from the acting policy's (`went`)."""
+        """Let every shadow policy choose, and count in metrics how its choice differs from the acting policy's.
+
+        `seen`: the copied state on which the choice was made. `went`: the acting policy's choice.
+        """
         metrics = self._metrics
         tokens, first, last = _price(seen, went)
         for name, policy in self.policies.items():
@@ -97,7 +104,7 @@ class Shadows:
                 _add(metrics.shadow_answer_seconds, name, last - its_last)
 
     def _choice(self, name: str, policy: Policy, seen: Seen) -> Went:
-        """Return a shadow's choice, and let the shadow learn as if the request had been placed by it."""
+        """Return a shadow policy's choice, and let the shadow learn as if the request had been placed by it."""
         demand, candidates, ways = seen
         choice = policy.choose(demand, candidates)
         chosen = None
@@ -115,7 +122,11 @@ def _copy(one: Candidate) -> Candidate:
 
 
 def _with_legs(seen: Seen, candidates: Sequence[Candidate], ways: Sequence[legs.Ways]) -> Seen:
-    """Return the copied state with copies of the replicas for legs; each replica is copied only once."""
+    """Return the copied state `seen` with copies of the replicas for two legs (prefill and decode) added.
+
+    `candidates`: the originals of `seen.candidates`. A replica that is among them too is copied only once. `ways`: the
+    groups of replicas for two legs.
+    """
     copies = {one.replica: copy for one, copy in zip(candidates, seen.candidates)}
 
     def of(side: Sequence[Candidate]) -> list[Candidate]:
@@ -131,7 +142,10 @@ def _replicas(seen: Seen, went: Went) -> tuple[str, ...]:
 
 
 def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
-    """Return the predictions for a choice: prompt tokens to compute, and seconds to the first and the last token."""
+    """Return three predictions for a choice of replicas: prompt tokens to compute, seconds to first and to last token.
+
+    `seen`: the copied state on which the choice was made. `went`: the choice.
+    """
     demand = seen.demand
     if isinstance(went, int):
         candidate = seen.candidates[went]
@@ -146,7 +160,10 @@ def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
 
 
 def _seen_as(seen: Seen, one: Candidate) -> Candidate:
-    """Return the copy of a replica that was chosen for a leg."""
+    """Return the copy, in the state `seen`, of a prefill or decode replica that was chosen for a request in two legs.
+
+    `one`: the chosen replica. Its load may have changed since the choice. That of the copy in `seen.ways` has not.
+    """
     sides = (side for ways in seen.ways for side in (ways.prefillers, ways.decoders))
     return next(copy for side in sides for copy in side if copy.replica == one.replica)
 

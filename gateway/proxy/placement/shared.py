@@ -4,10 +4,11 @@
     shared.start()
     shared.decide(evaluation, answer)     # answer(Decision) or answer(None)
 
-The requests of one event-loop iteration are sent in one message, with this gateway's load on those replicas where that
-load has changed. One call of a script (`shared.lua`) stores the changes, decides the requests one after the other, and
-returns the other gateways' load on the chosen replicas, which is added to the loads that policies see. A heartbeat,
-sent every BEAT seconds, returns the other gateways' load on all replicas.
+The requests of one event-loop iteration are sent to Redis in one message. The message also has this gateway's present
+load on each replica on which its load has changed since the last message. In Redis, one call of a script (`shared.lua`)
+stores these changes and decides the requests one after the other. It returns the other gateways' load on the chosen
+replicas, which is added to the loads that policies see. A heartbeat, sent every BEAT (0.25) seconds, returns the other
+gateways' load on all replicas.
 
 Redis stores each gateway's load under a token, a random name with a lease, and for each replica the sum over all
 gateways. After an error or an expired lease it is not certain what arrived. A gateway then gives its token up, which
@@ -135,12 +136,14 @@ class SharedLedger:
         `deployment`: the name of the deployment. All its keys are in one hash slot of Redis, so that one script can
             access them.
         `ledger`: this gateway's own load.
-        `cost`: the policy's cost formula, or None for a policy without one, whose choices Redis only counts.
-        `observe(outcome, seconds)`: called for each decision, with "shared", "late" or "away".
+        `cost`: the policy's cost formula, by which the script chooses. None for a policy without one: then the script
+            only counts the load of the policy's choice.
+        `observe(outcome, seconds)`: called for each decision. The outcome is "shared" if Redis decided in time, "late"
+            if it did not, and "away" if it could not be used.
         `deadline`: seconds that a decision may take.
 
-        The callbacks for decisions that came in one message are called between `begin_answers` and `end_answers`, two
-        attributes that may be set.
+        The attributes `begin_answers` and `end_answers` may be set. They are called before and after the callbacks for
+        the decisions that came in one message.
         """
         self._deadline, self._cost = deadline, cost
         self.script = Script(f"local FAR = {FAR}\n{cost.lua() if cost is not None else _NO_COST}\n{_SCRIPT}")
@@ -308,7 +311,7 @@ class SharedLedger:
         return name
 
     def _look(self) -> None:
-        """Find the decisions that have not come within the deadline.
+        """Find the decisions that Redis has not returned within the deadline.
 
         They are given up if they do not come within 3 (`TURNS`) more event-loop iterations.
         """
@@ -323,7 +326,10 @@ class SharedLedger:
             loop.call_soon(self._too_late, overdue)
 
     def _too_late(self, overdue: list[_Pending], turns: int = TURNS - 1) -> None:
-        """Answer None for overdue decisions that do not come within `turns` more event-loop iterations."""
+        """Give up the overdue decisions that do not come within `turns` more event-loop iterations.
+
+        Their requests are placed by the choice that was made here.
+        """
         overdue = [pending for pending in overdue if pending.answer is not None]
         if overdue and turns:
             asyncio.get_running_loop().call_soon(self._too_late, overdue, turns - 1)
@@ -461,10 +467,10 @@ class SharedLedger:
         return alive, beaten, decisions
 
     def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
-        """Return the arguments, after the token, of the script's operation `turn`: store changes and decide requests.
+        """Return the arguments of the script's operation `turn`, which stores changes of load and decides requests.
 
-        `changed`: ids of replicas on which this gateway's load has changed.
-        `batch`: the requests to decide.
+        They follow the gateway's token. `changed`: ids of replicas on which this gateway's load has changed. `batch`:
+        the requests to decide.
         """
         replicas: dict[str, Candidate | None] = dict.fromkeys(map(self._name, changed))
         stated = b"".join([_LOAD.pack(*self._own(name)) for name in replicas])
@@ -496,14 +502,14 @@ class SharedLedger:
         )
 
     def _own(self, name: str) -> tuple[int, ...]:
-        """Return this gateway's load on the replicas that have this shared name."""
+        """Return this gateway's load on the replicas with one shared name, the name that a replica has in Redis."""
         replicas = self._replicas[name]
         if len(replicas) == 1:
             return self._ledger.outstanding_on(replicas[0])
         return tuple(map(sum, zip(*map(self._ledger.outstanding_on, replicas))))
 
     def _stated(self) -> dict[str, tuple[int, ...]]:
-        """Return all outstanding load of this gateway, by the replicas' shared names."""
+        """Return all outstanding load of this gateway, by the names that the replicas have in Redis."""
         found: dict[str, tuple[int, ...]] = {}
         for replica, counts in self._ledger.outstanding().items():
             name = self._name(replica)
@@ -626,7 +632,7 @@ def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[i
 
 
 def _standing(candidate: Candidate) -> bytes:
-    """Return the properties of a candidate from which the script computes its cost, packed."""
+    """Pack a candidate's load and learned speeds for the Redis script, which computes the cost from them."""
     load, costs = candidate.load, candidate.costs
     return _STANDING.pack(
         costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent, load.due

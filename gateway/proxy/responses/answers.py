@@ -139,10 +139,7 @@ def foreign_head(status: int, content_type: bytes) -> bool:
 
 
 class Sight(Enum):
-    """The verdict on the first bytes of an answer's body with status 200.
-
-    Each value says in words what the bytes are.
-    """
+    """The kinds of what the first bytes of an answer's body with status 200 can be; each value says it in words."""
 
     ANSWER = "an answer, or an error"
     EARLY = "nothing of an answer yet"
@@ -233,7 +230,7 @@ def next_number(pieces: Iterable[bytes]) -> int:
 
 
 def _body_at(data: bytes) -> int:
-    """Return at which byte the body's text begins, after the size of its first chunk and white space."""
+    """Return the offset of a body's first byte of text, after the size line of its first chunk and white space."""
     found = _BEGINS.match(data)
     return found.end() if found is not None else 0  # always found: every part of the pattern is optional
 
@@ -270,10 +267,13 @@ def has_grown(size: int, looked_at: int) -> bool:
 
 
 def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: bool) -> Sight:
-    """Return the verdict on the first bytes of a body with status 200.
+    """Return what the first bytes of a body with status 200 are, such as an answer, or what no engine writes.
 
-    `content_type`: in lower case.
-    `whole`: whether they are the complete body.
+    `label`: the API, such as "chat".
+    `data`: the bytes.
+    `streams`: whether the answer is a stream.
+    `content_type`: the value of that header, in lower case.
+    `whole`: whether the bytes are the complete body. If not, they may not show it yet (`Sight.EARLY`).
     """
     if streams:
         return Beginning(_SIZE.match(data) is not None).look(label, data, whole)
@@ -325,7 +325,12 @@ class Beginning:
         self.body += data
 
     def look(self, label: str, data: bytes, whole: bool) -> Sight:
-        """Add a read, and return the verdict on all bytes so far; `whole`: they are the complete body."""
+        """Add the next bytes of the stream, and return what all bytes so far are.
+
+        `label`: the API, such as "chat".
+        `data`: the next bytes.
+        `whole`: whether the bytes so far are the complete body.
+        """
         self._add(data)
         body = self.body
         at = _body_at(body)

@@ -193,7 +193,10 @@ class Resumer:
     def taken(
         self, attempt: Attempt, record: StreamRecord, taken: tuple[bytes, UpstreamError | None]
     ) -> tuple[bytes, UpstreamError | None]:
-        """Update the budget and metrics after a call of `StreamRecord.take`, and return `taken`, its result."""
+        """Update the budget and the metrics after a call of `StreamRecord.take`.
+
+        `taken`: the result of that call, which is returned unchanged.
+        """
         if record.shown and record.broke:
             self._metrics.continue_gap_seconds.observe(record.way, monotonic() - record.broke_at)
             self._log(record, f"replica {attempt.backend.id} resumed it")
@@ -385,7 +388,11 @@ class Resumer:
 
 
 def is_open_ended(head: Head) -> bool:
-    """Return whether a body with this head may go on with bytes from any replica: it has no length and no coding."""
+    """Return whether a response with this head may have a body of any length, in plain bytes.
+
+    If so, bytes of another replica can follow those that the client has. The head then states no content-length and no
+    content-encoding (compression): the body ends with its last chunk, or with the connection.
+    """
     return (head.is_chunked or head.until_close) and head.get(b"content-encoding") is None
 
 

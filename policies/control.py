@@ -360,14 +360,17 @@ class Control:
     def _highest(self, step: ControlStep, found: Mapping[str, SloRatio]) -> tuple[float, float]:
         """Return the highest lasting pressure and the highest share of misses among the classes above a step.
 
-        These classes have a higher priority than the class against which the step is taken. `found`: the pressures by
-        class name.
+        These classes have a higher priority than the class against which the step is taken. `found`: by class name, how
+        near each class came to its latency limits.
         """
         above = self._above(step, found)
         return max([one.lasting for one in above]), max([one.missed for one in above])
 
     def _climb(self, found: Mapping[str, SloRatio]) -> list[Change]:
-        """Take the steps against lower classes that the pressures of higher ones demand, and return them."""
+        """Take the steps against lower classes that the higher classes' pressures demand, and return them.
+
+        A pressure is a class's highest latency divided by its limit. `found`: the pressures by class name.
+        """
         taken: list[Change] = []
         for step in self.ladder[self.level : REFUSING if self.trial is not None else None]:
             above = max([one.firm if taken else one.lasting for one in self._above(step, found)])
@@ -378,7 +381,10 @@ class Control:
         return taken
 
     def _descend(self, found: Mapping[str, SloRatio]) -> list[Change]:
-        """Undo the steps against lower classes that the pressures of higher ones no longer demand; return them."""
+        """Undo the steps against lower classes that the higher classes' pressures no longer demand; return them.
+
+        A pressure is a class's highest latency divided by its limit. `found`: the pressures by class name.
+        """
         undone: list[Change] = []
         for step in reversed(self.ladder[: self.level]):
             above = max([(one.whole or 0.0) if step.kind == SHED else one.lasting for one in self._above(step, found)])

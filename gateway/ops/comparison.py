@@ -181,7 +181,9 @@ class TokenizerComparison:
             found.tell()
 
     def made_alike(self, engine: str, prompt: Prompt) -> None:
-        """Record that an engine and the gateway counted equally many tokens in a prompt of a kind in doubt (`Doubts`).
+        """Record that an engine and the gateway counted equally many tokens in a prompt of a doubted kind.
+
+        `Doubts` has the kinds of bodies in which the counts have differed.
         """
         if (found := self._maker_of(engine, prompt)) is None or (has := features_of(prompt, b"")) is None:
             return

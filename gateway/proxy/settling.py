@@ -278,7 +278,7 @@ class Settling:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving, second.first_at)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
-        """Account for a first leg whose end no longer matters, since the second leg was answered or has failed.
+        """Account for a first leg (prefill) whose end no longer matters, as the second leg was answered or has failed.
 
         If both legs run at the same time, the first leg is given `TRAILS_SECONDS` (10 s) to end after the second leg's
         answer has begun, since its own answer comes at about that time. If the second leg has failed, the first one is
@@ -305,7 +305,7 @@ class Settling:
         legs.prefiller.drift.exclude()  # its cached tokens are not reported
 
     def drop_first(self, legs: Legs) -> None:
-        """Drop the first leg if it still runs, and release its load."""
+        """Drop the first leg (prefill) of a request if it still runs, and release its load."""
         first, legs.first = legs.first, None
         if first is not None and first.state is not AttemptState.ENDED:
             first.end_as(AttemptEvent.DROPPED)
@@ -313,7 +313,10 @@ class Settling:
             self.leg_ended(Leg.PREFILL, ABANDONED)
 
     def drop_legs(self, exchange: Exchange) -> None:
-        """Release the reserved loads and the first leg of a request that ends, or goes on in one leg."""
+        """Release the loads reserved for both legs of a request, and drop its first leg (prefill) if it still runs.
+
+        Called when the request ends, or goes on with one replica for prompt and answer.
+        """
         legs = exchange.rejoin()
         if legs is not None:
             self.drop_first(legs)
@@ -484,9 +487,9 @@ class Settling:
         return usage
 
     def _leg_answered(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> str:
-        """Return how a second leg ended whose answer the client has: COMPLETE, or the kind of failure.
+        """Return how a second leg (decode) ended whose answer was passed to the client.
 
-        The answer's head and first bytes decide.
+        The result is COMPLETE or the kind of failure, as the answer's head and first bytes show.
         """
         if attempt.fault >= 500:
             return ABORTED if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]) else ERROR_ANSWER

@@ -167,7 +167,10 @@ class Fleet:
         self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried, live.stays_whole))
 
     def _again(self, live: Live, stays_whole: bool = False) -> None:
-        """Route the request again under a new id; `stays_whole`: do not split it into legs any more."""
+        """Route a request again under a new id.
+
+        `stays_whole`: one replica computes prompt and answer from now on.
+        """
         live.id, live.stays_whole = next(self._ids), live.stays_whole or stays_whole
         self._dispatch(live)
 

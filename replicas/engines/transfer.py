@@ -57,13 +57,14 @@ class Transfer(ABC):
 
     @abstractmethod
     def first_body(self, path: str, body: bytes) -> bytes | None:
-        """Return the body of the first leg: the client's, changed to ask for one token and no stream.
+        """Return the body of the first leg (prefill): the client's, changed to ask for one token and no stream.
 
-        Returns None if the request cannot be split into two legs. `path`: of the request. `body`: the client's body.
+        Returns None if the request cannot be split into two legs. `path`: the path of the request. `body`: the client's
+        body.
         """
 
     def parameters(self, answer: bytes) -> bytes | None:
-        """Return the part of the first leg's answer that the second leg needs, as members of a JSON object.
+        """Return the part of the first leg's (prefill's) answer that the second leg (decode) needs, as JSON members.
 
         None if the engine did not keep the cache; b"" if the answer ended with its first token, so that no second leg
         is needed. Raises ValueError if `answer` is not a valid answer.
@@ -75,19 +76,25 @@ class Transfer(ABC):
         return ""
 
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        """Return the body of the second leg: the client's `body` with the `parameters` (JSON members) added."""
+        """Return the body of the second leg (decode): the client's body with some JSON members added.
+
+        `parameters`: these members, from the first leg's answer.
+        """
         return with_first(body, parameters)
 
 
 class MeetingTransfer(Transfer):
-    """A transfer whose two legs are sent at the same time, with members by which the engines find each other."""
+    """A KV transfer whose two legs (prefill and decode) are sent at the same time.
+
+    Members of both bodies say how the engines find each other.
+    """
 
     meets_at: int  # the port of a replica's bootstrap server, unless the replica's URL gives one
     ids_path: str  # the path that reports the ids of the engines there
 
     @abstractmethod
     def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
-        """Return the JSON members by which the engines find each other: those of the first leg, and of the second leg.
+        """Return the JSON members by which two engines find each other, for the first and for the second body.
 
         Each call makes a new transfer id, as the id of a failed transfer must not be used again. `meeting`: the engine
         that computes the prompt.

@@ -81,7 +81,10 @@ def _columns(name: str, labels: tuple[str, ...]) -> list[int | slice]:
 
 
 class Slots:
-    """A ring of rows of figures, one row for each of the last `count` time slots of `seconds`."""
+    """A table of figures with a row for each of the last `count` time slots, each of which lasts `seconds`.
+
+    The row of a new time slot takes the place of the oldest row.
+    """
 
     def __init__(self, seconds: int, count: int) -> None:
         self.seconds, self.count = seconds, count

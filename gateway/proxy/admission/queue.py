@@ -192,12 +192,12 @@ class Queue:
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
     def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, QueuedRequest] | None:
-        """Return the admission that decides on a request, and a new queue ticket for it; None if it was refused.
+        """Return the admission that decides on a request, and a new ticket for it; None if it was refused.
 
-        The admission is that of the replicas that serve the request's model. A request is refused here if one of its
-        headers is invalid.
+        A ticket (`QueuedRequest`) is what admission knows of a request. The admission is that of the replicas with the
+        prompt's format, called its space. A request is refused here if one of its headers is invalid.
 
-        `space`: the number of the space (replicas with one prompt format), for a request whose prompt is not read.
+        `space`: the number of the space, for a request whose prompt is not read.
         """
         key, header = asker.tenant, asker.request.header
         try:
@@ -230,7 +230,11 @@ class Queue:
         return self.qos_of(exchange, exchange.prompt).name
 
     def qos_of(self, exchange: Exchange, prompt: Prompt) -> QosClass:
-        """Return a request's service class: the one on its ticket, else the one that its headers and API key select."""
+        """Return a request's service class.
+
+        It is the class on the request's ticket (`QueuedRequest`) if it has one, else the one that its headers and API
+        key select.
+        """
         known = self._tickets.get(exchange)
         return known[1].qos if known is not None else self._class(exchange, prompt)
 
@@ -253,7 +257,7 @@ class Queue:
             self.control.keep(self._fleets.values(), models)
 
     def _turn_away(self, asker: Asker, ticket: QueuedRequest, verdict: AdmissionDecision) -> None:
-        """Refuse a request with a 429 that says why, and when to ask again; its ticket is dropped."""
+        """Refuse a request with a 429 that says why, and when to ask again; its ticket (`QueuedRequest`) is dropped."""
         self._take_ticket(asker)
         seconds = min(MOST_RETRY_AFTER, max(1, ceil(verdict.retry_after)))
         why = WHY[verdict.reason].format(limit=ticket.slo.ttft or 0.0)

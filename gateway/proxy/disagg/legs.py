@@ -220,7 +220,7 @@ class LegPlacing:
         ]
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
-        """Return after how many seconds without an answer a second leg counts as stalled in its KV transfer.
+        """Return how many seconds a second leg (decode) may take to answer before its KV transfer counts as stalled.
 
         The seconds count from the time when the second leg was sent.
         """
@@ -354,9 +354,9 @@ class PrefillAttempt(Attempt):
         exchange.happened(ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, held: Legs, answer: bytes) -> bytes | UpstreamError:
-        """Return the parameters of the KV transfer from a first leg's complete answer.
+        """Return the parameters of the KV transfer from a first leg's (prefill's) complete answer.
 
-        Returns an error if the answer is one, was cut short, or has no parameters.
+        Returns an error if the answer is itself an error, was cut short, or has no parameters.
         """
         if fault := error_status(answer, False):
             self.handler.settling.record_error(exchange, self, retries.ERROR_ANSWER)

@@ -42,7 +42,7 @@ _ENDINGS = ("stop", "stop_token_ids", "stop_sequences")
 
 
 class Nixl(Transfer):
-    """The transfer by NIXL: the second leg is sent after the first leg's answer."""
+    """The KV transfer by vLLM's NIXL connector: the second leg (decode) is sent after the first leg's answer."""
 
     id = "nixl"
     name = "NIXL"
@@ -65,7 +65,7 @@ class Nixl(Transfer):
 
 
 class Mooncake(MeetingTransfer):
-    """The transfer by Mooncake's connector: both legs are sent at once."""
+    """The KV transfer by vLLM's Mooncake connector: both legs (prefill and decode) are sent at once."""
 
     id = "mooncake"
     name = "Mooncake"

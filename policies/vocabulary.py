@@ -50,7 +50,7 @@ class Pull(NamedTuple):
 class Candidate:
     """One replica that could serve a request.
 
-    The Router sets three fields anew for each request: `overlap` and `lower`, the prompt tokens that the replica holds
+    The Router sets three fields for each request: `overlap` and `lower`, the prompt tokens that the replica holds
     in its first tier (GPU memory) and in slower ones, and `pull`, those that it would fetch from another replica's
     memory.
     """

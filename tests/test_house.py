@@ -245,7 +245,7 @@ def test_the_state_of_a_request_has_one_writer():
 
 def test_a_foreign_write_is_found():
     code = "def f(one: Attempt):\n one.sent_at = 0\n exchange.attempts[-1].body = None\n a, exchange.legs.first.state = 1, 2"
-    assert len(foreign_writes("gateway/proxy/failures.py", ast.parse(code))) == 3
+    assert len(foreign_writes("gateway/proxy/failures/actions.py", ast.parse(code))) == 3
     assert not foreign_writes("gateway/proxy/exchange.py", ast.parse(code))
 
 

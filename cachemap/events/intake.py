@@ -111,7 +111,8 @@ class EventIntake:
         self._forgotten = 0  # how often all blocks were forgotten; a change stops the batches that are being applied
         self.applying = False  # a batch is partly applied
         self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many were left, and when
-        self._exhausted = False  # the replica is unobserved only because no recovery was left
+        # The replica is unobserved only because no recovery was left, and a replay could show its blocks again.
+        self._exhausted = False
         self._void: dict[str | None, int] = {}  # by adapter name, the last batch in which it stood for another adapter
 
         self.state = "connecting"
@@ -148,6 +149,7 @@ class EventIntake:
         if self._pages:
             sequence = None
         self._want_replay()
+        self._exhausted = False
         self.last_seq, self._last_timestamp = sequence, timestamp
         # Request a replay twice: batches sent before our subscription has reached the engine are only in the second.
         self._resuming = self._look_again = self.unreplayed and sequence is not None
@@ -371,7 +373,7 @@ class EventIntake:
             self._void.clear()
         if self._recoveries_left() < 1:
             self._unobserve("its events had gaps or started again more often than can be followed")
-            self._exhausted = True
+            self._exhausted = self._replay_endpoint is not None and not self._events.fault
             return False
         self._recoveries -= 1
         if order is Order.GAP and self.last_seq is not None:

@@ -47,7 +47,7 @@ NEWLINE = 0x0A
 class UpstreamError(Exception):
     """A failure of a replica to answer a request: no connection, one that was closed early, or no valid answer.
 
-    `kind`: the kind of failure (`proxy.retries`), which is also the label in metrics.
+    `kind`: the kind of failure (`proxy.failures.retries`), which is also the label in metrics.
     `unread`: whether the replica cannot have read the whole request, because it closed the connection too early.
     """
 

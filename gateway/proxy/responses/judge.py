@@ -96,8 +96,6 @@ class Judge:
                 return UpstreamError(retries.ERROR_ANSWER, "answered 200 with a stream without an event")
             if sight is Sight.EARLY or sight is Sight.BLIND:
                 return sight
-        if began and data.find(b"error") < 0:
-            return None  # nearly all streams
         fault = first_error(data if (seen := attempt.beginning) is None else seen.body, attempt.streams)
         kind = full if (full := retries.of_status(fault)) in OVERLOADED else retries.ERROR_ANSWER
         if (fault >= 500 or kind is full) and self._is_unsettled(exchange, attempt, kind):

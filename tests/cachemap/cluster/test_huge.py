@@ -3,6 +3,13 @@
 What is read shows in the server's peak of memory: a reply, also one inside a script, is a copy.
 """
 
+from types import SimpleNamespace
+
+import pytest
+
+from cachemap.cluster.codec import PIECE
+from cachemap.cluster.connect import parse
+from cachemap.cluster.link import Link
 from tests.gateway.proxy.test_shared import Gateway as LedgerGateway
 
 from ..publisher import publishing
@@ -108,3 +115,15 @@ async def test_what_lies_at_the_ledgers_keys_is_not_read_and_made_anew(start_red
         finally:
             await one.stop()
             await other.stop()
+
+
+@pytest.mark.parametrize("left", [100, 18_000, PIECE - 1, PIECE])
+async def test_a_snapshot_is_read_whole_wherever_its_last_piece_ends(redis_server, left):
+    """A read may stop at its limit with the list's last piece, which may be short."""
+    body = b"x" * (36 * PIECE + left)  # with the head a little less, or more, than one read takes
+    pieces = [b"h" * 300, *(body[at : at + PIECE] for at in range(0, len(body), PIECE))]
+    link = Link(parse(redis_server.url), "test")
+    with redis_server.client() as client:
+        client.rpush("snapshot", *pieces)
+    assert await link.read_snapshot(SimpleNamespace(snapshot="snapshot")) == pieces
+    await link.clients.aclose()

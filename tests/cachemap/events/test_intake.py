@@ -164,18 +164,41 @@ async def test_an_engine_that_starts_again_all_the_time_is_followed_now_and_then
             assert intake.state == "live"
 
 
+async def exhaust(publisher, intake):
+    """Lose every other batch until the intake has no recovery left."""
+    with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e9):
+        while intake.state != "unobserved":
+            await publisher.publish(blocks(0, 2), lose=True)
+            await publisher.publish(blocks(2, 4))
+            await until(lambda: intake.state == "unobserved" or intake.last_seq == publisher.next - 1)
+
+
 async def test_an_engine_that_lost_too_many_batches_is_followed_again_though_it_falls_silent():
     """Its blocks stayed unknown until it stored a new one, which an engine that nobody asks never does."""
     async with publishing() as publisher, following(publisher) as (table, intake, _):
-        with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e9):
-            while intake.state != "unobserved":
-                await publisher.publish(blocks(0, 2), lose=True)
-                await publisher.publish(blocks(2, 4))
-                await until(lambda: intake.state == "unobserved" or intake.last_seq == publisher.next - 1)
-            assert held(table) == 0 and "more often" in intake.reason
+        await exhaust(publisher, intake)
+        assert held(table) == 0 and "more often" in intake.reason
         with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e-9):
             await until(lambda: held(table) == 4)
         assert intake.state == "live"
+
+
+async def test_gaps_of_the_time_before_another_gateway_led_start_nothing_again():
+    async with publishing() as publisher:
+        async with following(publisher) as (_, intake, _):
+            await exhaust(publisher, intake)
+        async with following(publisher) as (_, other, _):
+            await until(lambda: other.state == "live")
+        asked = len(publisher.asked)
+        intake.resume(*other.position, True)
+        with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e-9):
+            task = asyncio.create_task(intake.run())
+            await until(lambda: intake.state == "live")
+            await publisher.publish(blocks(4, 6))
+            await until(lambda: intake.last_seq == publisher.next - 1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert 0 not in publisher.asked[asked:]  # which would be everything
 
 
 async def test_late_and_repeated_batches_change_nothing():

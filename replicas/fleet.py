@@ -336,8 +336,7 @@ class Fleet:
         if engine.lead.state is State.STOPPED:
             if engine.supervisor:
                 engine.supervisor.start()
-            else:
-                self.tell(engine.lead, Event.LAUNCHED, "wanted again")
+            self.tell(engine.lead, Event.LAUNCHED, "wanted again")
         elif id in self.replicas and self.replicas[id].state is State.STOPPED:
             self._apply(self.replicas[id], Event.LAUNCHED, "wanted again")
             self._catch_up(self.replicas[id], engine.lead)

@@ -20,6 +20,8 @@ from cachemap.cluster.keys import FORMAT
 from cachemap.events.records import MOST_AHEAD, UNTOLD, Blocks
 
 TAG_BYTES = 5
+MOST_PENDING = 1 << 20  # the most bytes of waiting changes; if more wait, as Redis is away, a snapshot is smaller
+LONGEST_DELTA = MOST_PENDING + 64  # with its head, term, flags, position, time and field name, which take 39 at most
 # Bytes in a piece of a snapshot. Allocators round large sizes up by as much as a fifth. 28 KiB is a size that they do
 # not round up, and 64 bytes of it are left for Redis's own header.
 PIECE = 28 * 1024 - 64
@@ -122,7 +124,7 @@ def decode_delta(data: bytes) -> Delta:
 def decode_entry(id: bytes, fields: dict[bytes, bytes]) -> tuple[int, Delta]:
     """Return the number and the delta of a Redis stream entry. Raises Damaged if no gateway wrote the entry."""
     number, _, rest = id.partition(b"-")
-    if rest != b"0" or b"d" not in fields:
+    if rest != b"0" or b"d" not in fields or len(fields[b"d"]) > LONGEST_DELTA:
         raise Damaged(f"entry {id.decode()} is none that a gateway wrote")
     return int(number), decode_delta(fields[b"d"])
 

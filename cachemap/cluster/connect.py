@@ -173,7 +173,7 @@ def parse(url: str) -> RedisUrl:
         ) from None
     if not url.lower().startswith(f"{parts.scheme}://") or not parts.scheme:
         raise ValueError(
-            "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read"
+            "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; @FILE is not read here"
         )
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")

@@ -13,13 +13,11 @@ import random
 from collections import deque
 
 from cachemap.changes import Change
-from cachemap.cluster.codec import FIRST, Position, encode_change, encode_delta
+from cachemap.cluster.codec import FIRST, MOST_PENDING, Position, encode_change, encode_delta
 
 TAIL, KEEP = 2.6, 0.3
 LEAST_TAIL = 1 << 14  # a snapshot is not due while the deltas have fewer bytes, however few blocks there are
 ENTRY = 40  # bytes of a delta besides its changes: its head and the Redis stream's overhead
-MOST_PENDING = 1 << 20  # the most bytes of waiting changes; if more wait, as Redis is away, a snapshot is smaller
-LONGEST_DELTA = MOST_PENDING + 64  # with its head, term, flags, position, time and field name, which take 39 at most
 
 
 class Journal:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cachemap.background import Background, Failures
-from cachemap.cluster.codec import PIECE, Damaged, Delta, decode_entry
+from cachemap.cluster.codec import LONGEST_DELTA, PIECE, Damaged, Delta, decode_entry
 from cachemap.cluster.connect import FAILURES, NONSENSE, RedisClients, RedisUrl, Script, Trouble, strange
-from cachemap.cluster.journal import LONGEST_DELTA
 from cachemap.cluster.keys import Keys
 
 log = logging.getLogger("hitherto.share")

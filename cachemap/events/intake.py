@@ -251,7 +251,8 @@ class EventIntake:
 
     def _start_over(self, reason: str) -> None:
         self.resync()
-        self._change("gap", reason, tell=True)
+        if self.state != "unobserved":  # else its cache is modelled until its events come again
+            self._change("gap", reason, tell=True)
 
     def forget_adapter(self, name: str) -> None:
         """Forget all blocks of the replica, as a LoRA adapter's name now stands for another adapter, and start again.
@@ -371,6 +372,10 @@ class EventIntake:
             return True
         if order is Order.RESTART:
             self._void.clear()
+        if self.state == "unobserved":  # everything is replayed once its events are followed again
+            if order is Order.RESTART:
+                self._forget()
+            return True
         if self._recoveries_left() < 1:
             self._unobserve("its events had gaps or started again more often than can be followed")
             self._exhausted = self._replay_endpoint is not None and not self._events.fault

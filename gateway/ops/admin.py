@@ -39,7 +39,6 @@ from replicas.kept import KeptReplicas
 from replicas.lifecycle import TAKES_TRAFFIC
 from replicas.replica import KEYS, Address, parse_url
 from replicas.roles import BOTH
-from replicas.spelling import did_you_mean
 
 from .guard import Guard, Refusal
 from .recent.recent import told
@@ -273,9 +272,9 @@ class Admin(Side):
     def _known(self, request: web.Request) -> str:
         id = request.match_info["id"]
         if id not in self.gateway.fleet.replicas and id not in self.gateway.fleet.engines:
-            known = list(self.gateway.fleet.replicas)
-            near = did_you_mean(id, known, f"; there are: {', '.join(known) or 'none'}")
-            raise Refusal(404, f"there is no replica {id!r}{near}", "unknown_replica")
+            # No guess at which was meant: the next command may remove it.
+            known = ", ".join(self.gateway.fleet.replicas) or "none"
+            raise Refusal(404, f"there is no replica {id!r}; there are: {known}", "unknown_replica")
         return id
 
     def _shown(self, id: str) -> dict[str, Any]:

@@ -216,7 +216,8 @@ class Preparation:
                 else:
                     exchange.run_isolated(self._prepared, exchange, prompt, seconds, "prepare")
         finally:
-            self._placing.end_batch()
+            if len(prepared) > 1:
+                self._placing.end_batch()
 
     def _prepare_in_thread(self, exchange: Exchange) -> None:
         self._in_thread(

@@ -235,7 +235,7 @@ class Failures:
         exchange.broke_off(error)
         self._close(exchange)
         message = (
-            "the answer broke off" if self.discreet else f"the answer broke off: replica {attempt.backend.id} {error}"
+            "the answer broke off" if self.discreet else f"the answer broke off: replica {attempt.backend.id}: {error}"
         )
         status, code = 502, None
         if why.kind == retries.SHUT_DOWN:

@@ -201,6 +201,29 @@ async def test_gaps_of_the_time_before_another_gateway_led_start_nothing_again()
         assert 0 not in publisher.asked[asked:]  # which would be everything
 
 
+@pytest.mark.parametrize("event", ["gap", "gap that cannot be replayed", "restart"])
+async def test_a_silent_engine_stays_unobserved_until_it_stores_a_block(event):
+    """It was called live after a gap, while the map went on modelling its cache and dropped what it stored."""
+    with patch.object(cachemap.events.intake, "SILENT_SECONDS", 0.0):
+        async with publishing() as publisher, following(publisher) as (table, intake, _):
+            await publisher.publish(blocks(0, 4))
+            await until(lambda: held(table) == 4)
+            for _ in range(cachemap.events.intake.SILENT_REQUESTS):
+                intake.request_finished(3)
+            assert intake.state == "unobserved"
+            if event == "restart":
+                publisher.restart()
+            else:
+                await publisher.publish(blocks(4, 8), lose=True)
+            if event == "gap that cannot be replayed":
+                publisher.record.clear()
+            await publisher.publish(removed(999))
+            await until(lambda: intake.last_seq == publisher.next - 1)
+            assert intake.state == "unobserved"
+            await publisher.publish(blocks(0, 12))
+            await until(lambda: intake.state == "live" and held(table) == 12)
+
+
 async def test_late_and_repeated_batches_change_nothing():
     async with publishing() as publisher, following(publisher) as (table, intake, _):
         await publisher.publish(blocks(0, 4))

@@ -232,9 +232,9 @@ async def test_adding_a_bad_url(http, gateway, url):
 
 async def test_unknown_replica_names_the_known_ones(http, gateway):
     gateway.fleet.add("http://gpu7:8000")
-    for id, known in (("b:1", "; there are: gpu7:8000"), ("gpu7:800", ". Did you mean 'gpu7:8000'?")):
+    for id in ("b:1", "gpu7:800"):
         for line in (f"POST /replicas/{id}/drain", f"DELETE /replicas/{id}"):
-            assert (await said(http, line, 404))["message"] == f"there is no replica {id!r}{known}"
+            assert (await said(http, line, 404))["message"] == f"there is no replica {id!r}; there are: gpu7:8000"
 
 
 async def test_explain_is_handed_on_and_its_refusal_too(http):

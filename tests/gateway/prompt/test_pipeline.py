@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -392,4 +393,5 @@ def test_what_cannot_be_written_as_text_is_routed_by_load_where_tokens_are_inexa
     said = b'{"model": "m", "messages": [{"role": "user", "content": "hi", "x": %b%b}]}'
     assert pipeline.prepare("/v1/chat/completions", said % (b"[" * 300, b"]" * 300)).mode == "text"
     prompt = pipeline.prepare("/v1/chat/completions", said % (b"[" * 1000, b"]" * 1000))
-    assert prompt.mode == "load" and prompt.note
+    # From Python 3.12 on, JSON of any depth that orjson reads can be written.
+    assert (prompt.mode == "load" and prompt.note) if sys.version_info < (3, 12) else prompt.mode == "text"

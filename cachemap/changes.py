@@ -140,9 +140,9 @@ class Remove(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """A change that removes all blocks of a replica.
+    """A change that removes all blocks of a replica from the map.
 
-    Without `below`, blocks in slower tiers stay if they outlive the engine's own cache.
+    If `below` is False, its blocks in those slower tiers stay that keep them when the engine's own cache is emptied.
     """
 
     below: bool = True  # also those in slower tiers that outlive the engine's own cache (`outlives`)

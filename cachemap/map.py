@@ -278,7 +278,7 @@ class CacheMap:
         return max([tier.blocks for tier, table in tables if tier.own and table.aliases[slot].count], default=1)
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
-        """Return how many tokens of a prompt's last block an engine does not report as cached if a slower tier has it.
+        """Return by how many tokens an engine's report is short of a prompt's last block that a slower tier has.
 
         The result is 0 if the nearest slower tier that has the block is the engine's own, 1 if it is a store below the
         engine, and None if no slower tier has the block. The one token is the prompt's last. The engine always computes

@@ -56,7 +56,10 @@ def figures(args: argparse.Namespace, load: Run) -> dict[str, object]:
 
 
 class Measured:
-    """The reports of one target, one for each seed; `interrupted` is set once the user stopped the run."""
+    """The reports of a load test of one target, one report for each random seed.
+
+    `interrupted`: whether the user stopped the run before its end.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name

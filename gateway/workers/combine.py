@@ -118,7 +118,7 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
 
 
 def _worst(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the entry of the worst worker for a source that each worker reads for itself, or None without entries.
+    """Return the worst of the workers' entries on a source that each worker reads for itself; None if there is none.
 
     The worst entry has a problem or, if none has one, was read longest ago. Such sources are the TLS certificate, the
     file of API keys, and the cluster's API.

@@ -2,7 +2,7 @@
 
 The engine names blocks by keys of its own, which are opaque here. Blocks are hashed again from their tokens and the
 hash of the block before, so that a block gets the same hash from an event as from a prompt, whatever the engine hashes
-with. Consecutive events of one kind reach the map in one call, as a call costs about 40 us and each block 0.3 us.
+with. The changes to one tier reach the map together (`Pending`).
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -12,8 +12,9 @@ import numpy as np
 
 from cachemap.changes import ChunkTier
 from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
-from cachemap.events.groups import FLUSH, HASHED, MOST_PENDING, MOST_PIECE, GroupEvents
+from cachemap.events.groups import FLUSH, HASHED, MOST_PIECE, GroupEvents
 from cachemap.events.pages import Pages
+from cachemap.events.pending import MOST_PENDING, Pending
 from cachemap.events.records import (
     FULL_ATTENTION,
     MAMBA,
@@ -65,14 +66,9 @@ class EventApplier:
         self._slot = slot
         self._model = model
         self._block_size = block_size
-        self._own: dict[int | bytes, int] = {}  # our hash of each pending block, by the engine's key
-        self._above: dict[int | bytes, int] = {}  # our hash of each parent block that the map has, by the engine's key
-        self._heads: list[tuple[int, int]] = []  # where chains begin among the pending blocks, as for `CacheMap.store`
-        self._tail = 0  # the hash of the last pending block
-        self._removing: Sequence[int | bytes] = []
-        # Pending blocks that the engine reported a second time: key, hash and parent of each.
-        self._twice: list[tuple[int | bytes, int, int]] = []
-        self._tier = "gpu"
+        self._pending: dict[str, Pending] = {}  # by tier, the changes of the main group and of slower tiers
+        # Our hash of blocks, by the engine's key: of the pending ones, and of those to which events refer (0: unknown).
+        self._hash_of: dict[int | bytes, int] = {}
         self._work = 0  # blocks handled since the last step ended, besides those that `in_pieces` counts
         self._main: int | None = None  # the cache group in which prompts are looked up; None until an event shows it
         self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
@@ -141,10 +137,11 @@ class EventApplier:
         yield from self.flushing()
 
     def _applying(self, events: list[Stored | Removed | Cleared]) -> Iterator[None]:
-        self._look_up_parents(events)
+        self._look_up(events)
+        self._groups.look_up()
         self._work = 0
         before: Stored | Removed | Cleared | None = None
-        for event in events:
+        for event in joined(events):
             before, last = event, before
             if isinstance(event, Stored):
                 self._store(event)
@@ -200,18 +197,20 @@ class EventApplier:
 
     def _flush(self) -> None:
         """Hand the pending changes of the main cache group (full attention) and of slower tiers to the map."""
-        self._work += FLUSH
-        if self._own:
-            self._map.store(self._slot, list(self._own.values()), list(self._own), self._tier, self._heads)
-            if self._twice:
-                keys = [key for key, _, _ in self._twice]
-                heads = [(at, parent) for at, (_, _, parent) in enumerate(self._twice)]
-                self._map.store(self._slot, [block for _, block, _ in self._twice], keys, self._tier, heads)
-                self._twice = []
-            self._own, self._heads, self._tail = {}, [], 0
-        if self._removing:
-            self._removed += self._map.remove(self._slot, self._removing, self._tier)
-            self._removing = []
+        for tier, pending in self._pending.items():
+            self._work += FLUSH
+            self._removed += pending.hand_over(self._map, self._slot, tier)
+        self._pending.clear()
+
+    def _to_store(self, tier: str, keys: Sequence[int | bytes]) -> Pending:
+        """Return the pending changes of a tier, to which blocks with these engine keys can be added."""
+        pending = self._pending.get(tier)
+        if pending is not None and (pending.is_full or pending.removes(keys)):
+            self._flush()
+            pending = None
+        if pending is None:
+            pending = self._pending[tier] = Pending()
+        return pending
 
     @property
     def blind(self) -> list[str]:
@@ -245,28 +244,28 @@ class EventApplier:
             self.pages = None
 
     def _forget_own(self) -> None:
-        self._own, self._above, self._removing = {}, {}, []
-        self._twice, self._heads, self._tail = [], [], 0
+        self._pending, self._hash_of = {}, {}
         self.fault = self._main = None
         self._drop_pages()
         self._groups.forget()
 
-    def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
-        """Look up the hashes of the events' parent blocks that are in the map, and keep them in `_above`.
+    def _look_up(self, events: list[Stored | Removed | Cleared]) -> None:
+        """Look up the hashes of the blocks in the map to which these events refer, and keep them in `_hash_of`.
 
-        One call looks up all of them, as a call for each takes 12 us.
+        These are the blocks before those that were stored, and those that were copied to a slower tier. One call looks
+        up all of them, as a call for each takes 12 to 40 us.
         """
-        parents = [
-            event.parent
-            for event in events
-            if isinstance(event, Stored)
-            and event.tokens
-            and event.parent is not None
-            and event.block_size >= self._block_size
-            and event.parent not in self._own
-        ]
-        found = self._map.resolve(self._slot, parents) if parents else ()
-        self._above = dict(zip(parents, found))
+        self._hash_of = {key: block for one in self._pending.values() for key, block in one.stored.items()}
+        wanted: list[int | bytes] = []
+        for event in events:
+            if isinstance(event, Stored):
+                if event.parent is not None and event.tokens and event.block_size >= self._block_size:
+                    wanted.append(event.parent)
+                if event.tier != "gpu" and not event.below:
+                    wanted += event.keys
+        keys = [key for key in dict.fromkeys(wanted) if key not in self._hash_of]
+        if keys:
+            self._hash_of.update(zip(keys, self._map.resolve(self._slot, keys), strict=True))
 
     def _store(self, event: Stored) -> None:
         if event.block_size > MOST_CHUNK * self._block_size:
@@ -309,15 +308,13 @@ class EventApplier:
             return
         blocks = 1 if event.tier == "gpu" else self._blocks_of(event)
         tier = ChunkTier(event.tier, blocks, own=True).tier if blocks > 1 else event.tier
-        if self._removing or tier != self._tier or len(self._own) + len(self._twice) > MOST_PENDING:
-            self._flush()
-            self._tier = tier
+        pending = self._to_store(tier, event.keys)
         # A block in a slower tier is usually a copy of a known one, and its extra keys may have been sent with the
         # first copy only.
         if event.together > 1 or (event.tokens and (event.tier == "gpu" or not all(self._hashes_under(event.keys)))):
-            self._store_chain(event)
+            self._store_chain(event, pending)
         else:
-            self._store_known(event, blocks)
+            self._store_known(event, blocks, pending)
         if not event.more:
             self._groups.follow_soon()
 
@@ -365,7 +362,7 @@ class EventApplier:
         self._own_chunk = max(self._own_chunk, known)
         return event.together if event.tokens else known
 
-    def _store_chain(self, event: Stored) -> None:
+    def _store_chain(self, event: Stored, pending: Pending) -> None:
         """Queue an event's consecutive blocks for the map; count blocks whose hash cannot be computed in `orphans`.
 
         Where a slower tier of the engine keeps several blocks as one chunk, only the last block of each chunk is
@@ -379,7 +376,7 @@ class EventApplier:
                 self._orphans += len(event.keys)
                 return
             hashes = self._hashes(event, parent)[ends]
-        self._store_hashes(keys, hashes, parent)
+        self._store_hashes(pending, keys, hashes, parent)
         self.blocks_stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:
@@ -502,12 +499,9 @@ class EventApplier:
         except OverflowError as error:
             self.fault = f"{error}: start it with larger pages"
             return
-        if whole and (self._removing or self._tier != "gpu" or len(self._own) + len(self._twice) > MOST_PENDING):
-            self._flush()
-            self._tier = "gpu"
         for chain in whole:
-            self._store_hashes(chain.keys, chain.hashes, chain.parent)
-            if len(self._own) + len(self._twice) > 2 * MOST_PENDING:
+            self._store_hashes(self._to_store("gpu", chain.keys), chain.keys, chain.hashes, chain.parent)
+            if self._pending["gpu"].is_full:
                 self._flush()
                 yield
 
@@ -567,6 +561,7 @@ class EventApplier:
         step = max(1, MOST_PIECE // chunks.blocks)
         while piece := list(islice(changed, step)):
             hashes, keys, heads = chains(filter(None, piece))
+            self._work += FLUSH
             if not are_found:
                 self._removed += self._map.remove(self._slot, keys, tier)
             elif hashes:
@@ -575,45 +570,27 @@ class EventApplier:
             if len(piece) == step:
                 yield
 
-    def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
+    def _store_hashes(self, pending: Pending, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
         """Queue a chain of consecutive blocks for the map.
 
         `keys`, `hashes`: the engine's key and our hash of each block. `parent`: the hash of the block before the first
         one, 0 at a prompt's start.
         """
         self.blocks_stored += len(hashes)
-        if self._own.keys().isdisjoint(keys):
-            self._begin(parent)
-            self._own.update(zip(keys, hashes))
-            self._tail = hashes[-1]
-            return
-        for key, block, above in zip(keys, hashes, (parent, *hashes), strict=False):
-            if key not in self._own:
-                self._begin(above)
-                self._own[key] = self._tail = block
-            else:
-                self._twice.append((key, self._own[key], above))
+        pending.store_chain(keys, hashes, parent)
+        self._hash_of.update(zip(keys, hashes))
 
-    def _store_known(self, event: Stored, blocks: int) -> None:
+    def _store_known(self, event: Stored, blocks: int, pending: Pending) -> None:
         """Queue blocks for the map that an event reports only by key, as when they are copied to a slower tier.
 
         Unknown keys are counted in `orphans`. `blocks`: how many blocks each key stands for.
         """
         for key, block in zip(event.keys, self._hashes_under(event.keys), strict=True):
-            if not block:
-                self._orphans += blocks
-            elif key not in self._own:
-                self._begin(self._tail)
-                self._own[key] = self._tail = block
+            if block:
+                pending.store(key, block)
                 self.blocks_stored += blocks
-
-    def _begin(self, parent: int) -> None:
-        """Begin a new chain with the next pending block, unless that block follows the last pending one.
-
-        `parent`: the hash of the block before the next one, 0 at a prompt's start.
-        """
-        if parent != self._tail or not self._own:
-            self._heads.append((len(self._own), parent))
+            else:
+                self._orphans += blocks
 
     def _remove(self, event: Removed) -> Iterator[None]:
         if event.group != self._main and self._groups.knows(event.group):
@@ -630,15 +607,15 @@ class EventApplier:
             keys = yield from self.pages.remove(keys)
         if event.tier != "gpu" and (self._chunks or self._own_chunk > 1 or self._map.chunk_tiers(self._slot)):
             keys = self._remove_chunks(event)
-        if self._own or event.tier != self._tier:
+        pending = self._pending.get(event.tier)
+        if pending is not None and pending.stores(keys):
             self._flush()
-            self._tier = event.tier
         for start in range(MOST_PENDING, len(keys), MOST_PENDING):  # one removed page may end any number of blocks
-            self._removed += self._map.remove(self._slot, keys[start : start + MOST_PENDING], self._tier)
+            self._removed += self._map.remove(self._slot, keys[start : start + MOST_PENDING], event.tier)
             yield
-        keys = keys[:MOST_PENDING]
-        self._removing = [*self._removing, *keys] if self._removing else keys
-        if len(self._removing) > MOST_PENDING:
+        pending = self._pending.setdefault(event.tier, Pending())
+        pending.remove(keys[:MOST_PENDING])
+        if pending.is_full:
             self._flush()
 
     def _remove_chunks(self, event: Removed) -> list[int | bytes]:
@@ -648,6 +625,7 @@ class EventApplier:
         left to the iterator `_steps`.
         """
         self._flush()
+        self._work += FLUSH
         unknown = list(event.keys)
         blind = (chunks := self._chunks.get(event.tier)) is not None and chunks.blind
         if blind and not any(self._map.resolve(self._slot, unknown)):  # known keys would be the engine's own blocks
@@ -666,8 +644,8 @@ class EventApplier:
 
         Pass many keys at once, as a call for each takes 10 to 40 us.
         """
-        found = [self._own.get(key) or self._above.get(key) or 0 for key in keys]
-        missing = [at for at, block in enumerate(found) if not block]
+        found = [self._hash_of.get(key, -1) for key in keys]
+        missing = [at for at, block in enumerate(found) if block < 0]
         if missing:
             resolved = self._map.resolve(self._slot, [keys[at] for at in missing])
             for at, block in zip(missing, resolved, strict=True):
@@ -708,6 +686,28 @@ class EventApplier:
             hashes += hash_blocks(tokens[i * width : (i + 1) * width], self._block_size, seed)
             seed = hashes[-1]
         return hashes
+
+
+def joined(events: list[Stored | Removed | Cleared]) -> Iterator[Stored | Removed | Cleared]:
+    """Yield the events in order, with consecutive removals from one tier and cache group as one event.
+
+    vLLM sends an event for each removed block.
+    """
+    removed: Removed | None = None
+    keys: list[int | bytes] = []
+    for event in events:
+        if removed is not None:
+            if isinstance(event, Removed) and event.tier == removed.tier and event.group == removed.group:
+                keys += event.keys
+                continue
+            yield removed._replace(keys=keys)
+        removed = None
+        if isinstance(event, Removed):
+            removed, keys = event, [*event.keys]
+        else:
+            yield event
+    if removed is not None:
+        yield removed._replace(keys=keys)
 
 
 def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored | Removed | Cleared]]:

@@ -13,14 +13,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import repeat
 
 from cachemap.changes import EVERY, STATES, CacheGroup
+from cachemap.events.pending import Key, Pending
 from cachemap.events.records import FULL_ATTENTION, MAMBA, SLIDING_WINDOW, Removed, Stored
 from cachemap.hashing import TOKEN_BYTES
 from cachemap.map import CacheMap
 
-Key = int | bytes
 # The most groups of one replica, and the highest index of a group. An engine may have as many groups as layers.
 MOST_GROUPS, MOST_INDEX = 64, STATES - 1
-MOST_PENDING = 2048  # blocks gathered before they go to the map
 # MOST_PIECE blocks are handled in one step of 5 ms: a million blocks of one event at once held up all clients for 4.7
 # s. A call to the map takes as long as FLUSH blocks.
 MOST_PIECE, FLUSH = 1024, 32
@@ -52,8 +51,7 @@ class GroupEvents:
         self._known: dict[int, CacheGroup] = {}  # the replica's groups by the engine's index of each
         self.waiting: list[Stored] = []  # events for whose keys no hashes are known yet
         self.waiting_work = 0  # the work to apply the waiting events, in blocks
-        self._storing: dict[str, dict[Key, int]] = {}  # by tier, key -> hash
-        self._removing: dict[str, list[Key]] = {}
+        self._pending: dict[str, Pending] = {}  # by tier
         self.removed = 0
         self.orphans = 0
 
@@ -136,9 +134,12 @@ class GroupEvents:
     @property
     def whole(self) -> int:
         """How many of the map's blocks make up one block of full attention; 0 if both have the same size."""
-        if self._parts is None:  # another gateway may have learned it
-            self._parts = next((group for group in self._map.groups(self._slot).values() if group.has_parts), None)
         return self._parts.last if self._parts is not None else 0
+
+    def look_up(self) -> None:
+        """Take over from the map what another gateway may have learned: how large a block of full attention is."""
+        if self._parts is None:
+            self._parts = next((group for group in self._map.groups(self._slot).values() if group.has_parts), None)
 
     def learn_whole(self, index: int, blocks: int) -> None:
         """Note that one block of full attention is as large as `blocks` of the map's blocks.
@@ -170,8 +171,8 @@ class GroupEvents:
 
         The keys that are not pending here are looked up in one call, as a call for each takes 10 to 100 us.
         """
-        pending = list(filter(None, self._storing.values()))
-        found = [next((storing[key] for storing in pending if key in storing), 0) for key in keys]
+        pending = [one.stored for one in self._pending.values() if one.stored]
+        found = [next((stored[key] for stored in pending if key in stored), 0) for key in keys]
         missing = [at for at, block in enumerate(found) if not block]
         for at, block in zip(missing, self._told([keys[at] for at in missing]), strict=True):
             found[at] = block
@@ -238,9 +239,9 @@ class GroupEvents:
         work = 0
         for event in sorted(self.waiting, key=lambda one: one.kind == FULL_ATTENTION):
             tier = self._tier(event)
-            storing = self._storing.setdefault(tier, {})
+            pending = self._pending.setdefault(tier, Pending())
             work += self._work(event)
-            if self._removing.get(tier) or not storing.keys().isdisjoint(event.keys) or work > MOST_PIECE:
+            if pending.removes(event.keys) or pending.stores(event.keys) or work > MOST_PIECE:
                 self._hand_over(tier)
                 work += FLUSH
             if work > MOST_PIECE:
@@ -251,7 +252,7 @@ class GroupEvents:
             is_told = not self.whole and event.block_size >= self._block_size
             for number, (key, block) in enumerate((yield from self._named(event)), 1):
                 if block:
-                    self._storing[tier][key] = block
+                    pending.store(key, block)
                 elif is_told:
                     self.orphans += 1
                 if not number % MOST_PIECE:
@@ -271,32 +272,23 @@ class GroupEvents:
         self._remove(self._known[event.group].tier, event.keys)
 
     def _remove(self, tier: str, keys: Sequence[Key]) -> None:
-        if self._storing.get(tier):
+        pending = self._pending.setdefault(tier, Pending())
+        if pending.stores(keys):
             self._hand_over(tier)
-        removing = self._removing.setdefault(tier, [])
-        removing.extend(keys)
-        if len(removing) > MOST_PENDING:
+        pending.remove(keys)
+        if pending.is_full:
             self._hand_over(tier)
 
     def flush(self) -> None:
         """Hand all pending changes to the map, except events that still wait for their blocks' hashes."""
-        for tier in {*self._storing, *self._removing}:
+        for tier in self._pending:
             self._hand_over(tier)
 
     def _hand_over(self, tier: str) -> None:
-        """Hand the pending changes of one cache group to the map.
-
-        `tier`: the group's tier name. Removals and stores are never pending together: the earlier kind is handed over
-        before the other is queued.
-        """
-        if removing := self._removing.pop(tier, None):
-            self.removed += self._map.remove(self._slot, removing, tier)
-        storing, self._storing[tier] = self._storing.get(tier), {}
-        if storing:
-            self._map.store(self._slot, list(storing.values()), list(storing), tier)
+        self.removed += self._pending[tier].hand_over(self._map, self._slot, tier)
 
     def forget(self) -> None:
         """Drop all pending changes and waiting events, and all that is known of the engine's cache groups."""
-        self._known, self.waiting, self._storing, self._removing, self._parts = {}, [], {}, {}, None
+        self._known, self.waiting, self._pending, self._parts = {}, [], {}, None
         self.waiting_work = 0
         self._beside, self._alone, self._state = {}, [], None

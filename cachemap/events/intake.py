@@ -10,7 +10,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import AsyncGenerator, Callable
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from cachemap.events.apply import EventApplier
@@ -38,6 +38,7 @@ RECOVERIES, RECOVERY_SECONDS = 10, 10.0
 
 COMPLAINTS = 5  # distinct reasons for unreadable events that are kept for operators
 
+TURN_SECONDS = 0.005  # the longest time for which events are applied while nothing else runs
 BIG = 1 << 16  # bytes from which a payload is decoded in a thread: 8 MiB take half a second
 
 SEQUENCE = struct.Struct(">Q")
@@ -109,6 +110,9 @@ class EventIntake:
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
         self._forgotten = 0  # how often all blocks were forgotten; a change stops the batches that are being applied
+        self._resumed = (
+            0.0  # when the event loop last ran other tasks (time.monotonic, as uvloop's own clock stands still)
+        )
         self.applying = False  # a batch is partly applied
         self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many were left, and when
         # The replica is unobserved only because no recovery was left, and a replay could show its blocks again.
@@ -204,8 +208,9 @@ class EventIntake:
                         self._follow_again("another recovery is allowed")
                     while messages := inbox.take():
                         await self._take(messages)
-                        await asyncio.sleep(0)
+                        await self._let_others_run()
                     await inbox.changed(WAKE_SECONDS)
+                    self._resumed = monotonic()
             finally:
                 self._events.let_go()
                 await self._unask()
@@ -503,6 +508,15 @@ class EventIntake:
                 self.replayed += len(run)
                 yield run
 
+    async def _let_others_run(self) -> None:
+        """Let the event loop run other tasks if events have been applied for 5 ms (TURN_SECONDS) since it last could.
+
+        Requests that are placed meanwhile see some events of an engine step and miss others, so it is not done sooner.
+        """
+        if monotonic() - self._resumed >= TURN_SECONDS:
+            await asyncio.sleep(0)
+            self._resumed = monotonic()
+
     async def _apply(self, run: list[Numbered]) -> None:
         if not run:
             return
@@ -516,7 +530,7 @@ class EventIntake:
         self.applying = True
         try:
             for _ in self._events.applying(events):
-                await asyncio.sleep(0)
+                await self._let_others_run()
                 if forgotten != self._forgotten:
                     return
         except asyncio.CancelledError:  # no gateway could continue from the middle of a batch

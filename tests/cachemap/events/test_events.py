@@ -1,8 +1,10 @@
 """Decoding batches, and what each kind of event does to the map."""
 
 from array import array
+from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -353,3 +355,39 @@ def test_odd_events_change_nothing_before_three_agree(events):
         apply((table, applier), stored([100 + number], list(range(size)), block_size=size, **more))
         assert not applier.fault and applier.stored_as == (BLOCK, 0, 0)
         assert held((table, applier), hashes(list(range(BLOCK)))) == ({} in events[: number + 1])
+
+
+one_change = st.tuples(st.sampled_from([stored, removed]), st.sampled_from(["GPU", "CPU"]), st.integers(0, 5))
+
+
+@given(st.lists(one_change, max_size=40))
+def test_events_of_one_batch_do_what_they_would_do_one_by_one(changes):
+    """The changes of a batch reach the map together, whatever the order in which it names tiers and keys."""
+    events = [
+        removed(key, medium=medium) if kind is removed else stored([key], [key] * BLOCK, medium=medium)
+        for kind, medium, key in changes
+    ]
+    contents = []
+    for batches in ([[one] for one in events], [events]):
+        table = CacheMap(1 << 20)
+        setting = table, EventApplier(table, table.attach("r", None, True), "m", BLOCK)
+        for one in batches:
+            apply(setting, *one)
+        held = {tier: dict(zip(*map(np.ndarray.tolist, both))) for tier, both in table.contents(0).held.items()}
+        contents.append(({tier: blocks for tier, blocks in held.items() if blocks}, table.contents(0).copies))
+    assert contents[0] == contents[1]
+
+
+def test_an_engine_step_that_evicts_and_fills_in_turn_reaches_the_map_in_one_call_for_each_kind_and_tier(setting):
+    apply(setting, *[stored([key], TOKENS[:BLOCK]) for key in range(100, 140)])
+    told = []
+    for key in range(1, 21):
+        told += [removed(98 + 2 * key), removed(99 + 2 * key), stored([key], [key] * BLOCK)]
+        told.append(stored([key], [key] * BLOCK, medium="CPU"))
+    with (
+        patch.object(setting[0], "change", side_effect=setting[0].change) as change,
+        patch.object(setting[0], "resolve", side_effect=setting[0].resolve) as resolve,
+    ):
+        apply(setting, *told)
+    assert change.call_count == 3 and resolve.call_count == 1
+    assert setting[0].held(0) == 40

@@ -31,6 +31,7 @@ from operator import add, contains
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
 from policies.control import FROM
@@ -167,9 +168,9 @@ class Metric:
     def forget(self, label: str, value: str) -> None:
         """Drop the series with this value of a label."""
         if label in self.labels:
-            at = self._at(label)
-            for key in [key for key in self.values if key[at] == value]:
-                del self.values[key]
+            at, values = self._at(label), self.values
+            for key in [key for key in values if key[at] == value]:
+                del values[key]
 
     def keys(self, known: Mapping[str, Collection[str]]) -> Iterator[Labels]:
         """Return the label values of all series: first every possible combination, then any other that has counts.
@@ -181,7 +182,10 @@ class Metric:
 
 
 class Counter(Metric):
-    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`."""
+    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`.
+
+    What every request does adds to `values` itself, by a tuple of label values, as a call takes longer than that.
+    """
 
     __slots__ = ()
 
@@ -223,15 +227,42 @@ class Counter(Metric):
 class Histogram(Metric):
     """A distribution per combination of labels' values: `observe("r1", 0.25)`, `observe(("premium", "m"), 0.25)`.
 
+    What every request observes is appended to `waiting`, by the series' label values, and counted with hundreds of
+    others by `count_waiting`, when the metric is read or a few times a second.
+
     `bounds`: the upper bounds of the buckets; an observation that equals a bound is in that bound's bucket.
     """
 
-    __slots__ = ("bounds",)
+    __slots__ = ("_counts", "bounds", "waiting")
 
     def __init__(self, help: str, bounds: tuple[float, ...], **labels: Collection[str]) -> None:
+        self.waiting: defaultdict[Labels, list[float]] = defaultdict(list)
         super().__init__(help, labels)
         self.bounds = bounds
-        self.values: dict[Labels, list[float]] = {}  # count per bucket, count above the last bound, sum
+
+    @property
+    def values(self) -> dict[Labels, list[float]]:  # type: ignore[override]
+        """For each series: the count per bucket, the count above the last bound, the sum."""
+        self.count_waiting()
+        return self._counts
+
+    @values.setter
+    def values(self, counts: dict[Labels, list[float]]) -> None:
+        self._counts, self.waiting = counts, defaultdict(list)
+
+    def count_waiting(self) -> None:
+        """Count the observations that were only appended to `waiting`."""
+        for key, numbers in self.waiting.items():
+            if numbers:
+                counts = self._series(key)
+                places = np.searchsorted(self.bounds, numbers)
+                for place, times in zip(*map(np.ndarray.tolist, np.unique(places, return_counts=True)), strict=True):
+                    counts[place] += times
+                counts[-1] += sum(numbers)
+                numbers.clear()
+
+    def _series(self, key: Labels) -> list[float]:
+        return self._counts.get(key) or self._counts.setdefault(key, [0] * (len(self.bounds) + 2))
 
     def split(self, at: Iterable[float]) -> None:
         """Add bucket bounds at these values, so that observations above and below each are counted exactly.
@@ -243,8 +274,7 @@ class Histogram(Metric):
 
     def observe(self, key: Key, number: float, times: int = 1) -> None:
         """Add an observation to a series, or `times` observations whose mean is `number`."""
-        key = (key,) if isinstance(key, str) else key
-        counts = self.values.get(key) or self.values.setdefault(key, [0] * (len(self.bounds) + 2))
+        counts = self._series(labels_of(key))
         counts[bisect_left(self.bounds, number)] += times
         counts[-1] += times * number
 
@@ -274,7 +304,7 @@ class Histogram(Metric):
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
         yield _head(name, "histogram", self.help)
         for key in self.keys(known):
-            counts, pairs = self.values.get(key, nothing), _label_pairs(self.labels, key)
+            counts, pairs = self._counts.get(key, nothing), _label_pairs(self.labels, key)
             labels, more = f"{{{pairs}}}" if pairs else "", f",{pairs}" if pairs else ""
             running = list(accumulate(map(float, counts[:-1])))
             buckets = [f'{name}_bucket{{le="{bound}"{more}}} {count}\n' for bound, count in zip(bounds, running)]
@@ -414,10 +444,13 @@ class Metrics:
         which the caller keeps up to date and each scrape reads.
         """
         self._known = dict(known)
+        self._histograms: list[Histogram] = []
         for name, metric in vars(Metrics).items():
             if isinstance(metric, Metric):
                 setattr(self, name, made := copy(metric))
                 made.values = metric.values.copy()
+                if isinstance(made, Histogram):
+                    self._histograms.append(made)
         self._readers: list[Callable[[], Reading]] = []
         # Called before counts are read, so that counts made in other threads can be added first.
         self.before_reading: list[Callable[[], None]] = []
@@ -460,6 +493,11 @@ class Metrics:
                     values[key] = [*map(add, by, values.get(key, [0] * len(by)))]
                 else:
                     values[key] += by
+
+    def count_waiting(self) -> None:
+        """Count the observations that wait in histograms; called a few times a second, so that few wait."""
+        for histogram in self._histograms:
+            histogram.count_waiting()
 
     def _prepare_reading(self) -> None:
         for prepare in self.before_reading:

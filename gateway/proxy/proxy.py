@@ -258,4 +258,5 @@ class Proxy:
         if self.control is not None:
             self.control.look(now)
         self.settling.tell_answers()
+        self.metrics.count_waiting()
         self.router.decay_idle_costs(now)

@@ -383,8 +383,8 @@ class Settling:
                 self._transferred(attempt, legs, 0.0, learns)
         # The first byte of an error is no first token, and a non-streamed answer comes only with its last token.
         if not attempt.fault and attempt.streams and not backend.gone:
-            self.metrics.ttft_seconds.observe((), at - since)
-            self.metrics.replica_ttft_seconds.observe(backend.id, at - attempt.sent_at)
+            self.metrics.ttft_seconds.waiting[()].append(at - since)
+            self.metrics.replica_ttft_seconds.waiting[backend.id,].append(at - attempt.sent_at)
             if attempt.status == 200:
                 for told in self.on_first:
                     told(attempt, ours)
@@ -571,8 +571,8 @@ class Settling:
             # A non-streamed answer does not show when its first token was written.
             begun = attempt.first_at if attempt.streams else attempt.sent_at + placement.ttft
             if now > begun:
-                self.metrics.replica_decode_seconds.inc(backend.id, by=now - begun)
-                self.metrics.replica_decode_tokens.inc(backend.id, by=tokens - 1)
+                self.metrics.replica_decode_seconds.values[backend.id,] += now - begun
+                self.metrics.replica_decode_tokens.values[backend.id,] += tokens - 1
         if whole:
             body = b"" if attempt.exchange is None else attempt.exchange.request.body  # none if not forwarded here
             self._compare(placement, backend, prompt, usage, tells_blocks, body)
@@ -614,14 +614,15 @@ class Settling:
         """
         counted, _, cached = usage
         metrics, name, held, size = self.metrics, backend.id, placement.predicted, placement.demand.block_size
-        metrics.prompt_tokens.inc(name, by=prompt.tokens)
+        series = (name,)
+        metrics.prompt_tokens.values[series] += prompt.tokens
         if cached is not None and placement.pull is not None:
             # For a prompt that fills its last block, the engine's KV connector reports all tokens as found. But the
             # last token is computed anyway, and whether the other replica has that block was not asked.
             cached = min(cached, hittable(prompt.tokens, size) * size)
         drops = backend.slot >= 0 and self._router.map.drops(backend.slot)
         predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size, drops)
-        metrics.predicted_cached_tokens.inc(name, by=predicted)
+        metrics.predicted_cached_tokens.values[series] += predicted
         made = prompt.tokens if prompt.mode in ("exact", "media") else prompt.made
         if counted is not None and made is not None and not prompt.several:
             if counted != made:
@@ -649,13 +650,13 @@ class Settling:
         else:
             saved = cached
             backend.replica.cached_tokens = True
-            metrics.reported_prompt_tokens.inc(name, by=counted or prompt.tokens)
-            metrics.reported_cached_tokens.inc(name, by=saved)
+            metrics.reported_prompt_tokens.values[series] += counted or prompt.tokens
+            metrics.reported_cached_tokens.values[series] += saved
             error = predicted - saved
             scrape = backend.replica.scrape
             looks_further = scrape is not None and bool(scrape.external_queries)
             outcome = "equal" if error == 0 else "over" if error > 0 else "under"
-            metrics.predictions.inc(name, outcome)
+            metrics.predictions.values[name, outcome] += 1
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
             if placement.pull is not None and not pulling.ended(self._router, metrics, placement, saved):
@@ -678,7 +679,7 @@ class Settling:
             ):
                 self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
             self._follow_offset(backend, size)
-        metrics.prefill_saved_tokens.inc(name, by=saved)
+        metrics.prefill_saved_tokens.values[series] += saved
 
     def _tell_intake(self, backend: Backend, placement: Placement, prompt: Prompt) -> None:
         """Report to the intake of KV events how many blocks of a complete request were new to the replica.
@@ -755,12 +756,13 @@ class Settling:
             status = STATUS_CLASS[answer // 100]
             if answer in PASSED_ON:
                 metrics.rejections.inc(PASSED_ON[answer])
-        metrics.requests.inc(exchange.label, status)
+        metrics.requests.values[exchange.label, status] += 1
         if attempt is not None and attempt.sent_at and not attempt.backend.gone:
-            metrics.replica_requests.inc(attempt.backend.id, status)
+            backend = attempt.backend
+            metrics.replica_requests.values[backend.id, status] += 1
             if status == "2xx":
-                attempt.backend.failures = 0
-                metrics.replica_answer_seconds.inc(attempt.backend.id, by=now - attempt.sent_at)
+                backend.failures = 0
+                metrics.replica_answer_seconds.values[backend.id,] += now - attempt.sent_at
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
         # A request that is the client's error does not show how well the gateway knows the prompts that engines get.
@@ -770,11 +772,11 @@ class Settling:
             and exchange.prompt.path not in NO_PREFILL
             and status != "4xx"
         ):
-            metrics.prompts.inc(exchange.prompt.mode)
+            metrics.prompts.values[exchange.prompt.mode,] += 1
         if status == "2xx":  # the time of a refusal is not that of an answer
-            metrics.request_seconds.observe(exchange.label, now - exchange.begun)
+            metrics.request_seconds.waiting[exchange.label,].append(now - exchange.begun)
         for stage, seconds in exchange.stages:
-            metrics.stage_seconds.observe(stage, seconds)
+            metrics.stage_seconds.waiting[stage,].append(seconds)
         for told in self.on_end:
             try:
                 told(exchange, outcome, usage)

@@ -162,8 +162,6 @@ class Gateway:
         self.shared_ledger = placing.shared = datapath.shared_ledger(
             settings, self.metrics, self.ledger, self.background
         )
-        if self.shared_ledger is not None:
-            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = placing.begin_batch, placing.end_batch
         self._in_redis = [one for one in (self.shared, self.shared_ledger) if one is not None]
         if self.metering is not None and self.metering.shared is not None:
             self._in_redis.append(self.metering.shared)

@@ -649,10 +649,14 @@ class Exchange:
         attempt = self.attempt
         return attempt if attempt is not None and attempt.state is AttemptState.AWAITING else None
 
-    def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        """Call `step(*given)`; if it raises, which is a bug of the gateway, log that and end only this request."""
+    def run_isolated(self, step: Callable[..., None], *given: object) -> bool:
+        """Call `step(*given)`; if it raises, which is a bug of the gateway, log that and end only this request.
+
+        Returns whether it did not raise.
+        """
         try:
             step(*given)
+            return True
         except Exception as error:
             has_begun = self.is_continued or self.opened is not None or (self.attempts and self.attempts[-1].pieces)
             if has_begun and self.client.exchange is self:
@@ -661,6 +665,7 @@ class Exchange:
                 self.client.abort()
             else:
                 self.client.failed(self, error)
+            return False
 
     def forget_body(self) -> None:
         """Free the request's body, which will not be sent again.
@@ -703,16 +708,17 @@ class Exchange:
 
     # --- called by preparation, placing and the queue
 
-    def prepared(self, prompt: Prompt | None) -> None:
+    def prepared(self, prompt: Prompt | None, placed: list[Exchange] | None = None) -> None:
         """Go on to the choice of a replica, since the request's preparation is done.
 
         `prompt`: None if the gateway does not tokenize the request's prompt.
+        `placed`: the list for requests of a batch that have a replica at once, as for `Placing.place`.
         """
         if self.state is PREPARING:
             self.prompt, self.prepared_at = prompt, monotonic()
             if prompt is not None:
                 self.response = prompt.previous_response
-            self.happened(PREPARED)
+            self.happened(PREPARED, placed)
 
     def refused(self, error: ApiError) -> None:
         """Refuse the request before a replica is chosen."""
@@ -816,11 +822,13 @@ class ExternalRequest:
         if not self.found.done():
             self.found.set_exception(error)
 
-    def run_isolated(self, step: Callable[..., None], *given: object) -> None:
+    def run_isolated(self, step: Callable[..., None], *given: object) -> bool:
         try:
             step(*given)
+            return True
         except Exception as error:
             self.unplaced(error)
+            return False
 
 
 Asker = Exchange | ExternalRequest  # a request for which a replica is to be chosen

@@ -225,14 +225,16 @@ class Handler:
 
     # --- a replica is found
 
-    def place(self, exchange: Exchange, _: Any) -> None:
+    def place(self, exchange: Exchange, placed: list[Exchange] | None) -> None:
         """Have a replica chosen for a prepared request, at once or after a wait in the queue.
 
         With --continue-streams the request also gets the record from which another replica can resume its stream.
+
+        `placed`: for a request of a batch, the list that `Placing.place` adds it to.
         """
         if self.resumer is not None and exchange.stream_record is None:
             self.resumer.begin(exchange)
-        self.placing.place(exchange)
+        self.placing.place(exchange, placed)
 
     def start(self, exchange: Exchange, attempt: Attempt | None = None) -> None:
         """Send an attempt's request on an idle connection to its replica; without one, open a connection first.

@@ -113,10 +113,11 @@ class Preparation:
         else:
             self._ready(exchange, None)
 
-    def _ready(self, exchange: Exchange, prompt: Prompt | None) -> None:
+    def _ready(self, exchange: Exchange, prompt: Prompt | None, placed: list[Exchange] | None = None) -> None:
         """Pass a prepared request on to be placed, or refuse it if it exceeds its tenant's limits.
 
         `prompt`: None if the gateway does not tokenize the request's prompt.
+        `placed`: the list for requests of a batch that have a replica at once.
         """
         if exchange.state is ExchangeState.ENDED:  # what it claimed of the limits now would never be released
             return
@@ -127,7 +128,7 @@ class Preparation:
         if metering is not None and tenant is not None:
             exchange.charged(metering.charge(tenant, tokens))
         if metering is None or (charge := exchange.charge) is None:
-            exchange.prepared(prompt)
+            exchange.prepared(prompt, placed)
             return
         if not tokens:
             charge.unread = _unread_tokens(exchange.request)
@@ -207,17 +208,14 @@ class Preparation:
                     prepared.append((exchange, self._prepare(exchange)))
         finally:
             event_loop.holds = False
-        if len(prepared) > 1:
-            self._placing.begin_batch()
-        try:
-            for exchange, (prompt, seconds) in prepared:
-                if prompt is TAKES_LONG:
-                    exchange.run_isolated(self._prepare_in_thread, exchange)
-                else:
-                    exchange.run_isolated(self._prepared, exchange, prompt, seconds, "prepare")
-        finally:
-            if len(prepared) > 1:
-                self._placing.end_batch()
+        placed: list[Exchange] | None = [] if len(prepared) > 1 else None
+        for exchange, (prompt, seconds) in prepared:
+            if prompt is TAKES_LONG:
+                exchange.run_isolated(self._prepare_in_thread, exchange)
+            else:
+                exchange.run_isolated(self._prepared, exchange, prompt, seconds, "prepare", placed)
+        for exchange in placed or ():
+            exchange.run_isolated(exchange.placed)
 
     def _prepare_in_thread(self, exchange: Exchange) -> None:
         self._in_thread(
@@ -273,10 +271,18 @@ class Preparation:
             return None, perf_counter() - begun
         return prompt, perf_counter() - begun
 
-    def _prepared(self, exchange: Exchange, prompt: Prompt | ApiError | None, seconds: float, stage: str) -> None:
+    def _prepared(
+        self,
+        exchange: Exchange,
+        prompt: Prompt | ApiError | None,
+        seconds: float,
+        stage: str,
+        placed: list[Exchange] | None = None,
+    ) -> None:
         """Go on with what `_prepare` returned: refuse the request, or check its model and pass it on.
 
         `stage`: the label of the preparation's `seconds` in metrics.
+        `placed`: the list for requests of a batch that have a replica at once.
         """
         if isinstance(prompt, ApiError):
             exchange.refused(prompt)
@@ -300,7 +306,7 @@ class Preparation:
         if prompt.model not in self._eligible.names and self._eligible.is_unknown(prompt.model):
             self._run_in_background(self._prepare_again(exchange, prompt))
         else:
-            self._ready(exchange, prompt)
+            self._ready(exchange, prompt, placed)
 
     def _count(self, prompt: Prompt) -> None:
         """Count a prompt whose tokens the gateway does not know exactly; log that at most once a minute per path."""

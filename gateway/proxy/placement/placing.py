@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import random
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from ...ops.metrics import Metrics
     from ...prompt import Prompt
-    from .shared import SharedLedger
+    from .shared import Send, SharedLedger
 
 TOKEN_BYTES = 4
 
@@ -67,17 +68,6 @@ class Placing:
         self.pulls = eligible.pulls = Pulls(eligible.backends, router, metrics)
         self.shared: SharedLedger | None = None  # the load ledger of all gateways, with Redis
         self.queue: Any = None  # with service classes or limits: the `Queue`, whose module imports this one
-        self._found: list[Asker] | None = None  # the placed requests of a batch under way; None outside of a batch
-
-    def begin_batch(self) -> None:
-        """Keep back the requests that are placed from now on, until `end_batch` sends them."""
-        self._found = []
-
-    def end_batch(self) -> None:
-        """Send the requests that were placed since `begin_batch`."""
-        found, self._found = self._found, None
-        for asker in found or ():
-            asker.run_isolated(asker.placed)
 
     def demand(self, prompt: Prompt | None, now: float, path: str = "") -> Demand:
         """Return a request's demand (the properties by which policies choose), with a random number drawn for it.
@@ -89,11 +79,14 @@ class Placing:
             return Demand(tokens=0, draw=random(), writes=path not in WRITES_NOTHING)
         return demand_of(prompt, now, random())
 
-    def place(self, asker: Asker) -> None:
+    def place(self, asker: Asker, placed: list[Any] | None = None) -> None:
         """Choose a replica for a request and reserve its load in one step, here or in the ledger that gateways share.
 
-        Then `asker.placed` or `asker.unplaced` is called. This happens at once, at the end of a batch, when the shared
-        ledger in Redis has answered, or when the request has left the queue.
+        Then `asker.placed` or `asker.unplaced` is called. This happens at once, when the shared ledger in Redis has
+        answered, or when the request has left the queue.
+
+        `placed`: a list to which a request that has a replica at once is added instead, and whose requests the caller
+            sends once it has placed all of a batch.
         """
         begun, now = perf_counter(), monotonic()
         if now > self.pulse.late_at:  # the event loop was stalled: note that before any replica counts as late
@@ -135,10 +128,10 @@ class Placing:
             self._metrics.shared_decisions.inc("away")
         self._take(asker, evaluation, plan, acted, now)
         asker.stages.append(("choose", perf_counter() - begun))
-        if self._found is None:
+        if placed is None:
             asker.placed()
         else:
-            self._found.append(asker)
+            placed.append(asker)
 
     def _decide(
         self,
@@ -155,7 +148,7 @@ class Placing:
         request is placed again.
         """
 
-        def decided(found: tuple[Decision, ...] | None) -> None:
+        def decided(found: tuple[Decision, ...] | None) -> Send | None:
             asker.stages.append(("choose", perf_counter() - begun))
             waiting, there = asker.needs_replica, False  # it no longer waits if the client has left meanwhile
             if waiting and plan is not None:
@@ -164,15 +157,17 @@ class Placing:
                 index = evaluation.choice.index if found is None else found[0].index
                 there = self._is_there(evaluation.candidates[index])
             if there:
-                asker.run_isolated(self._go_on_with, asker, evaluation, plan, acted, found)
-                return
+                if asker.run_isolated(self._go_on_with, asker, evaluation, plan, acted, found):
+                    return partial(asker.run_isolated, asker.placed)
+                return None
             for one in found or ():
                 shared.undo(one)
             if waiting:
                 asker.run_isolated(self.place, asker)
+            return None
 
         if plan is None:
-            shared.decide(evaluation, lambda decision: decided(None if decision is None else (decision,)))
+            shared.decide(evaluation, lambda one: decided(None if one is None else (one,)))
         else:
             shared.decide_legs(*plan.to_decide(evaluation), decided)
 
@@ -196,10 +191,6 @@ class Placing:
             # Candidates have the cached tokens (overlap) of the request that was evaluated last, which is another one.
             self.router.weighed(evaluation.demand, Targets([plan.chosen.prefiller, plan.chosen.decoder]), now)
         self._take(asker, evaluation, plan, acted, now, decided)
-        if self._found is None:
-            asker.placed()
-        else:
-            self._found.append(asker)
 
     def _take(
         self,

@@ -32,7 +32,7 @@ import os
 import struct
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, count, repeat
@@ -75,8 +75,11 @@ _COUNT = struct.Struct("<I")
 _PACKED_COUNTS = b"".join(map(_COUNT.pack, _COUNTS))
 
 
-Answer = Callable[[Decision | None], None]
-AnswerBoth = Callable[[tuple[Decision, Decision] | None], None]
+# Callbacks for decisions. They return what sends the request, which is called once all requests whose decisions came in
+# one message have theirs; None if there is nothing to send.
+Send = Callable[[], object]
+Answer = Callable[[Decision | None], Send | None]
+AnswerBoth = Callable[[tuple[Decision, Decision] | None], Send | None]
 
 HEARTBEAT, DECISIONS = "shared ledger: heartbeat", "shared ledger: decisions"  # kinds of background work
 LOG_SECONDS = 10.0  # between two equal log lines
@@ -141,9 +144,6 @@ class SharedLedger:
         `observe(outcome, seconds)`: called for each decision. The outcome is "shared" if Redis decided in time, "late"
             if it did not, and "away" if it could not be used.
         `deadline`: seconds that a decision may take.
-
-        The attributes `begin_answers` and `end_answers` may be set. They are called before and after the callbacks for
-        the decisions that came in one message.
         """
         self._deadline, self._cost = deadline, cost
         self.script = Script(f"local FAR = {FAR}\n{cost.lua() if cost is not None else _NO_COST}\n{_SCRIPT}")
@@ -172,8 +172,6 @@ class SharedLedger:
         # How many loads were repaired in Redis: parts that differed from this gateway's load, sums from their parts.
         self.repairs = {"part": 0, "sum": 0}
         self.reason = "not connected yet"
-        self.begin_answers: Callable[[], None] = lambda: None
-        self.end_answers: Callable[[], None] = lambda: None
         ledger.moved = self._moved
 
     # --- decisions
@@ -185,8 +183,7 @@ class SharedLedger:
             made by this gateway's own view, then holds.
         """
         if not self.joined:
-            self._observe("away", 0.0)
-            answer(None)
+            self._answer_away(answer)
             return
         self._ask(evaluation, answer)
 
@@ -198,26 +195,29 @@ class SharedLedger:
             made by this gateway's own view, then hold.
         """
         if not self.joined:
-            self._observe("away", 0.0)
-            answer(None)
+            self._answer_away(answer)
             return
         known: dict[int, tuple[Evaluation, Decision | None]] = {}
 
-        def decided(leg: int, evaluation: Evaluation, decision: Decision | None) -> None:
+        def decided(leg: int, evaluation: Evaluation, decision: Decision | None) -> Send | None:
             known[leg] = evaluation, decision
             if len(known) < 2:
-                return
+                return None
             both = known[0][1], known[1][1]
             if both[0] is not None and both[1] is not None:
-                answer((both[0], both[1]))
-                return
+                return answer((both[0], both[1]))
             for evaluation, one in known.values():
                 if one is not None:
                     self._take_back(evaluation, one)
-            answer(None)
+            return answer(None)
 
         self._ask(first, partial(decided, 0, first))
         self._ask(second, partial(decided, 1, second), second.demand.tokens - 1)
+
+    def _answer_away(self, answer: Answer | AnswerBoth) -> None:
+        self._observe("away", 0.0)
+        if (send := answer(None)) is not None:
+            send()
 
     def _ask(self, evaluation: Evaluation, answer: Answer, held: int | None = None) -> None:
         """Queue a request for a decision, for the next message to Redis.
@@ -334,10 +334,7 @@ class SharedLedger:
         if overdue and turns:
             asyncio.get_running_loop().call_soon(self._too_late, overdue, turns - 1)
             return
-        self.begin_answers()
-        for pending in overdue:
-            self._answer(pending, "late", None)
-        self.end_answers()
+        self._answer([(pending, "late", None) for pending in overdue])
 
     def _decided(self, batch: Sequence[_Pending], decisions: Sequence[Decision]) -> None:
         """Pass the decisions of Redis to the callbacks of a batch, in order.
@@ -345,28 +342,34 @@ class SharedLedger:
         If the token had expired or the script failed, there are fewer decisions than requests, and the other requests
         get None. A decision is undone if its request went on without it.
         """
-        self.begin_answers()
+        found: list[tuple[_Pending, str, Decision | None]] = []
         for pending, decision in zip(batch, chain(decisions, repeat(None))):
             if pending.answer is not None:
-                self._answer(pending, "away" if decision is None else "shared", decision)
+                found.append((pending, "away" if decision is None else "shared", decision))
             elif decision is not None:
                 self._take_back(pending.evaluation, decision)
-        self.end_answers()
+        self._answer(found)
 
-    def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
-        """Call a request's callback, unless it was called before; an exception in it does not affect other requests.
+    def _answer(self, found: Iterable[tuple[_Pending, str, Decision | None]]) -> None:
+        """Call the callbacks of requests whose decisions came in one message, then send all of the requests.
 
-        `outcome`: "shared", "late" or "away", for metrics.
-        `decision`: what the callback gets.
+        No callback is called twice, and an exception in one does not affect other requests.
+
+        `found`: the requests, with the outcome for metrics ("shared", "late" or "away") and what their callbacks get.
         """
-        answer, pending.answer = pending.answer, None
-        if answer is None:
-            return
-        self._observe(outcome, perf_counter() - pending.begun)
-        try:
-            answer(decision)
-        except Exception as error:
-            self._background.failed(DECISIONS, error)
+        sends: list[Send | None] = []
+        for pending, outcome, decision in found:
+            answer, pending.answer = pending.answer, None
+            if answer is None:
+                continue
+            self._observe(outcome, perf_counter() - pending.begun)
+            try:
+                sends.append(answer(decision))
+            except Exception as error:
+                self._background.failed(DECISIONS, error)
+        for send in sends:
+            if send is not None:
+                send()
 
     def _take_back(self, evaluation: Evaluation, decision: Decision) -> None:
         """Undo a decision of Redis that is not used, since its request went by the choice that was made here.

@@ -513,7 +513,11 @@ class Undecided:
         self.asked = []
 
     def decide(self, evaluation, then):
-        self.asked.append((evaluation.candidates[evaluation.choice.index].replica, then))
+        def decided(decision):
+            if (send := then(decision)) is not None:
+                send()
+
+        self.asked.append((evaluation.candidates[evaluation.choice.index].replica, decided))
 
 
 async def test_a_decision_whose_replica_left_while_redis_was_asked_does_not_queue_again():

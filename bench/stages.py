@@ -23,12 +23,12 @@ from typing import Any
 from cachemap import CacheMap
 from gateway.http import upstream as wire
 from gateway.http.downstream import Downstream
+from gateway.http.messages import Request
 from gateway.http.server import Server
 from gateway.http.upstream import Upstream
 from gateway.models import Models
 from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy import handle
 from gateway.proxy.backend import Backend
 from gateway.proxy.exchange import Batcher
 from gateway.proxy.proxy import Proxy
@@ -188,7 +188,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
             watch.time(proxy.placing.shadows, "acted", "shadow: what others would choose, once it is sent")
         watch.time(proxy.router.ledger, "reserve", "reserve")
         watch.time(proxy.router.map, "expect", "expect: note what will be held")
-        watch.time(handle, "request_head", "request head")
+        watch.time(Request, "forwarded", "request head")
         watch.time(proxy.handler, "_head", "response head")
         watch.time(proxy.settling, "_settle", "settle: compare, count")
     client = Downstream(server.clients)

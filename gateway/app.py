@@ -365,7 +365,7 @@ class Gateway:
         Where the gateway itself sets priorities (priority classes), the engine's priority header is among them.
         """
         header = replica.dialect.priority_header
-        return self._hidden if header is None or self.proxy.handler.priorities is None else self._hidden | {header}
+        return self._hidden if header is None or not self.proxy.handler.writes_priorities else self._hidden | {header}
 
     def _follow_adapters(self, backend: Backend) -> None:
         """Clear the cached blocks of LoRA adapters that the engine has reloaded from another folder.

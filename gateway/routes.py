@@ -48,6 +48,8 @@ class Routes:
         self.models = () if "" in routes else _unlike(of_spaces)
         self._mixed = len(self.contexts[None]) > 1
         self._longest = max((space.context or 0 for space in spaces), default=0) or UNKNOWN_CONTEXT
+        # The spaces of a model, the one with most replicas first. There is none if all replicas have reported the names
+        # that they serve, and none serves this one.
         self._by_name = {name: (*found[:MOST_VARIANTS],) for name, found in routes.items() if name}
         self._of_any = (*(routes.get("") or routes[None])[:MOST_VARIANTS],) or (spaces[0],)
         self._of_unknown = self._of_any if "" in routes or len(routes) == 1 else ()
@@ -71,7 +73,7 @@ class Routes:
         if refusal is not None and (error := refusal(request)) is not None:
             raise error
         model = request.get("model")
-        spaces = self.spaces_for(model)
+        spaces = self._by_name.get(model, self._of_unknown) if type(model) is str and model else self._of_any
         if not spaces:  # any space would have another model's files and context
             stream = request.get("stream") is True
             return Prompt(path, model, stream=stream, mode="load", note="no replica is known to serve its model")
@@ -81,14 +83,6 @@ class Routes:
                 raise TakesLong
             prompt.accompany(other.pipeline.prepare_parsed(path, body, request, unusual, headers, adapters))
         return prompt
-
-    def spaces_for(self, model: object) -> tuple[ModelSpace, ...]:
-        """Return the model's spaces (groups of replicas with one format of prompts), the one with most replicas first.
-
-        A request for the model is prepared once for each. The result is empty if all replicas have reported the names
-        that they serve and none serves this one.
-        """
-        return self._by_name.get(model, self._of_unknown) if type(model) is str and model else self._of_any
 
     def differ_in_context(self, model: str | None) -> bool:
         """Return whether the replicas that serve this model name have contexts of different lengths."""

@@ -125,9 +125,9 @@ class Outputs:
         if not demand.writes:
             return
         tokens = tokens or 1
-        _of(self._spaces, demand.space).learn(tokens, _WINDOWS[0])
+        (self._spaces.get(demand.space) or _of(self._spaces, demand.space)).learn(tokens, _WINDOWS[0])
         if demand.root:
-            _of(self._roots, demand.root).learn(tokens, _WINDOWS[1])
+            (self._roots.get(demand.root) or _of(self._roots, demand.root)).learn(tokens, _WINDOWS[1])
         if demand.session is not None:
             _of(self._sessions, (demand.space, demand.session)).learn(tokens, _WINDOWS[2])
 

@@ -151,7 +151,8 @@ class EngineModel(Tree):
         while segment is not root:
             touch(segment)
             segment = segment.parent
-        self._shed()
+        if self._count > self.limit or self._count + SEGMENT_BLOCKS * len(order) > self.most:
+            self._shed()
 
     def take_back(self, hashes: Sequence[int], held: int) -> None:
         """Remove a chain's blocks after its first `held` blocks, as the engine never computed them.

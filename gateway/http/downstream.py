@@ -440,11 +440,13 @@ class Downstream(asyncio.Protocol):
 
         `held`: how many of its bytes are counted in `clients.held` already.
         """
-        if not self._fits(more := request.size + len(request.body) - held):
+        clients, more = self.clients, request.size + len(request.body) - held
+        # What `_fits` and `_hold` do, without the calls, for each request.
+        if self.held + clients.held + 2 * more > clients.limits.requests_bytes:
             self._hold(-held)
             return self._refuse_more(request)
-        self.held += more  # what `_hold` does, without the call, for each request
-        self.clients.held += more
+        self.held += more
+        clients.held += more
         if self.current is None and not self.waiting and not self.writing_paused:
             self._begin(request)
         else:

@@ -118,15 +118,23 @@ class Request:
         value = self.named.get(name)
         return None if value is None else value.decode("latin-1")
 
-    def end_to_end(self, drop: frozenset[bytes]) -> bytes:
-        """Return the header lines to forward to a replica, without the headers that `drop` names.
+    def forwarded(self, lines: bytes, drop: frozenset[bytes], length: int) -> bytes:
+        """Return the bytes of a request head with which this request can be sent on to a replica.
 
-        The result is cached for each `drop`, and shared by all requests that `again` makes from this one.
+        The client's header lines are cached for each `drop`, and shared by all requests that `again` makes from this
+        one.
+
+        `lines`: header lines to add, each with its line end.
+        `drop`: names of the client's headers, in lower case, that are left out.
+        `length`: the bytes of the body that is sent.
         """
         kept = self._kept.get(drop)
         if kept is None:
             kept = self._kept[drop] = end_to_end(self.headers, drop)
-        return kept
+        head = self.method.encode(), self.target, lines, kept
+        if length or self.method in ("POST", "PUT", "PATCH"):
+            return b"%b %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (*head, length)
+        return b"%b %b HTTP/1.1\r\n%b%b\r\n" % head
 
     def again(self, body: bytes) -> Request:
         """Return a request with the same head and another body, which shares all that was computed from the head."""

@@ -321,7 +321,7 @@ class Upstream(asyncio.Protocol):
 
         If other bytes follow the response, the connection will not be used again.
         """
-        length = 0 if self._bodyless() else self.length
+        length = 0 if self.head_only or self.status in (204, 304) else self.length  # as `_bodyless`, for each answer
         if length is None:
             end = len(data)
             while data.endswith(b"\r\n\r\n\r\n", 0, end):  # the parser skips blank lines before a response

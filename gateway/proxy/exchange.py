@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from policies.outputs import LEAST_OUTPUT
 
@@ -87,9 +87,11 @@ class Attempt:
     new_connection: bool = False  # use no pooled connection
     had_whole: bool = False  # the replica may have read the whole request on an earlier connection, which it closed
     without_ids: bool = False  # send the prompt as text even if the replica accepts token ids
-    # Which leg (prefill or decode) it sends, and the body for that; None for a whole request with the client's body.
+    # Which leg (prefill or decode) it sends; None for a whole request. Its body if that is not the client's, and header
+    # lines for the replica.
     leg: Leg | None = None
     body: bytes | None = None
+    lines: bytes = b""
     # Set by `Exchange.add_attempt`; they stay None for a request that the gateway does not forward.
     exchange: Exchange = None  # type: ignore[assignment]
     client: Downstream = None  # type: ignore[assignment]
@@ -279,6 +281,7 @@ class Attempt:
             without_ids=without_ids or self.without_ids,
             leg=self.leg,
             body=self.body,
+            lines=self.lines,
         )
 
     # --- called by the upstream connection
@@ -832,41 +835,6 @@ class ExternalRequest:
 
 
 Asker = Exchange | ExternalRequest  # a request for which a replica is to be chosen
-
-
-class Parent(NamedTuple):
-    """The trace context that a replica gets with a request.
-
-    `value`: the value of the `traceparent` header, which names the parent of the replica's spans.
-    `replaces`: the names of the client's headers that are left out because of it.
-    """
-
-    value: bytes
-    replaces: frozenset[bytes]
-
-
-def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
-    """Return the bytes of the request head for the attempt's replica.
-
-    `length`: the bytes of the body.
-    `parent`: the trace context to send; None forwards the client's own.
-    """
-    request, backend = exchange.request, attempt.backend
-    dropped = backend.not_forwarded if parent is None else backend.not_forwarded | parent.replaces
-    # The request's id is always written: the engine must get the id that is logged and returned to the client, even if
-    # the client names `x-request-id` in its `Connection` header, so that this header is not forwarded.
-    head = b"%b %b HTTP/1.1\r\n%bx-request-id: %b\r\n%b" % (
-        request.method.encode(),
-        request.target,
-        backend.host_line,
-        exchange.id,
-        request.end_to_end(dropped),
-    )
-    if parent is not None:
-        head += b"traceparent: %b\r\n" % parent.value
-    if length or request.method in ("POST", "PUT", "PATCH"):
-        head += b"content-length: %d\r\n" % length
-    return head + b"\r\n"
 
 
 # Proxies like nginx buffer an answer unless it has this header.

@@ -41,12 +41,12 @@ from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import PROMPT_PATHS
 from ..tenants.handover import refusal_of_head
 from ..tenants.salting import salt_request
-from .admission.priorities import HeadOf, Priorities, encoding_refusal
-from .disagg.legs import leg_head, second_leg
-from .exactness.forwarding import TokenIdForwarding
-from .exchange import NO_BUFFERING, Attempt, Exchange, request_head
+from .admission.priorities import encoding_refusal
+from .disagg.legs import second_leg
+from .exchange import NO_BUFFERING, Attempt, Exchange
 from .failures import retries
 from .failures.actions import Failures
+from .outgoing import BeforeSend, Outgoing
 from .own_paths import OwnPaths
 from .placement.placing import Placing
 from .preparation import Preparation
@@ -84,7 +84,7 @@ class Handler:
 
     def __init__(
         self, own_paths: OwnPaths, preparation: Preparation, placing: Placing, settling: Settling,
-        forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics,
+        responses: Responses, metrics: Metrics,
         *, retries: int, traces: Traces | None, keys: Keys | None, metering: Metering | None, metered: bool,
         names_replica: bool, tells_cached: bool,
     ):  # fmt: skip
@@ -98,12 +98,15 @@ class Handler:
             replica was predicted to have in its KV cache.
         """
         self.own_paths, self._preparation, self.placing, self.settling = own_paths, preparation, placing, settling
-        self._forwarding, self._responses, self._traces = forwarding, responses, traces
+        self._responses, self._traces = responses, traces
         self.keys, self._metering, self._metered = keys, metering, metered
         self._names_replica, self._tells_cached = names_replica, tells_cached
         # With service classes or limits: returns the header line that says how an answer was degraded, else b"".
         self.note: Callable[[Exchange, Attempt], bytes] | None = None
-        self.priorities: Priorities | None = None  # where service classes differ in priority
+        self.before_send: list[BeforeSend] = []  # called in order for each attempt, before its request is sent
+        self.writes_priorities = (
+            False  # a hook does: a JSON body that is not in UTF-8 is refused, as none can go into it
+        )
         self.resumer: Resumer | None = None  # with --continue-streams
         self.under_way: set[Exchange] = set()
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
@@ -117,11 +120,6 @@ class Handler:
             pair: (state, getattr(self if hasattr(self, action) else self.failures, action))
             for pair, (state, action) in TRANSITIONS.items()
         }
-
-    def resume_with(self, resumer: Resumer) -> None:
-        """Have `resumer` continue a stream on another replica when its replica fails (`--continue-streams`)."""
-        self.resumer = self.failures.resumer = resumer
-        self.settling.on_end.append(resumer.settled)
 
     def handle(self, client: Downstream, request: Request) -> None:
         """Process a request that was just received completely; this returns before a replica has answered.
@@ -146,7 +144,7 @@ class Handler:
         if path.startswith(RESPONSES):
             exchange.refer_to(referred_to(request))
         error = None if tenant is None else self._turned_down(exchange, tenant)
-        if error is None and self.priorities is not None:
+        if error is None and self.writes_priorities:
             error = encoding_refusal(request)
         if error is None and has_prompt and b"content-encoding" in request.named and (found := _coding(request)):
             error = compressed(found)
@@ -260,24 +258,20 @@ class Handler:
     def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
         """Write a request's head and body to a connection, whose response then goes to `attempt`.
 
-        The body is the client's, unless the gateway writes something into it: token ids in place of the text, the
-        parameters of a leg, the priority of a class, or what is needed to resume a stream.
+        The body is the client's, or that of a leg, and the hooks in `before_send` write into it: token ids in place of
+        the text, what is needed to resume a stream, the priority of a class, the trace context.
         """
         attempt.send_on(upstream)
-        request, prompt = exchange.request, attempt.prompt
-        body = request.body
-        head_of: HeadOf = request_head
-        if attempt.body is not None:
-            body, head_of = attempt.body, leg_head
-        elif prompt is not None and prompt.kind:
-            body = self._forwarding.body(attempt, prompt, body, not exchange.tried and not attempt.without_ids)
-        if self.resumer is not None:
-            body = self.resumer.body(exchange, attempt, body)
-        if self.priorities is not None:
-            body, head_of = self.priorities.write(exchange, attempt, body, head_of)
-        parent = None if self._traces is None else self._traces.parent(exchange, attempt)
+        request, backend = exchange.request, attempt.backend
+        # The request's id is always written: the engine must get the id that is logged and returned to the client, even
+        # if the client names `x-request-id` in its `Connection` header, so that this header is not forwarded.
+        lines = b"%bx-request-id: %b\r\n%b" % (backend.host_line, exchange.id, attempt.lines)
+        outgoing = Outgoing(request.body if attempt.body is None else attempt.body, lines, backend.not_forwarded)
+        for write in self.before_send:
+            write(exchange, attempt, outgoing)
+        head = request.forwarded(outgoing.lines, outgoing.left_out, len(outgoing.body))
         sink = ChunkDecodingSink(attempt) if request.http10 else attempt
-        upstream.send(sink, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
+        upstream.send(sink, head, outgoing.body, request.method == "HEAD")
 
     def hand_over(self, exchange: Exchange, _: Any) -> None:
         """Account for a complete first leg (prefill), then send the second one (decode).

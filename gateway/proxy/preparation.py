@@ -291,9 +291,11 @@ class Preparation:
             self._metrics.prompt_failures.inc(exchange.request.path)
             self.begin_other(exchange)
             return
-        exchange.names(prompt.model)  # for the usage log, in case the request is refused before it has the prompt
         exchange.stages.append((stage, seconds))
-        error = None if exchange.tenant is None else exchange.tenant.refusal(prompt.model)
+        error = None
+        if exchange.tenant is not None:
+            exchange.names(prompt.model)  # for the usage log, in case the request is refused before it has the prompt
+            error = exchange.tenant.refusal(prompt.model)
         if error is None and not prompt.model:
             error = self._unnamed(prompt)
         if error is not None:
@@ -304,6 +306,7 @@ class Preparation:
             if prompt.also is not None:
                 prompt.also.forget_ids()
         if prompt.model not in self._eligible.names and self._eligible.is_unknown(prompt.model):
+            exchange.names(prompt.model)
             self._run_in_background(self._prepare_again(exchange, prompt))
         else:
             self._ready(exchange, prompt, placed)

@@ -127,17 +127,19 @@ class Proxy:
         )
         self.own_paths = OwnPaths(self.eligible, settling, allow_paths, has_tenants=keys is not None)
         self.handler = handler = Handler(
-            self.own_paths, self.preparation, self.placing, settling, self.forwarding, responses, metrics, retries=retries,
+            self.own_paths, self.preparation, self.placing, settling, responses, metrics, retries=retries,
             traces=traces, keys=keys, metering=metering, metered=usage_log is not None, names_replica=response_headers,
             tells_cached=cached_tokens_header,
         )  # fmt: skip
         self.handle = handler.handle
         self.exchanges = handler.under_way
+        resumer: Resumer | None = None
         if continue_streams != "never":
-            handler.resume_with(
-                Resumer(self.placing, settling, self.eligible, metrics, continue_budget, discreet=keys is not None)
+            resumer = handler.resumer = handler.failures.resumer = Resumer(
+                self.placing, settling, self.eligible, metrics, continue_budget, discreet=keys is not None
             )
         queue: Queue | None = None
+        priorities: Priorities | None = None
         self.control: OverloadControl | None = None
         if overload is not None and figures is not None:
             self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
@@ -146,14 +148,14 @@ class Proxy:
                 overload, metrics, queue.look, lambda now: figures.unanswered(self.exchanges, now)
             )
             if differ(queue.classes):
-                handler.priorities = Priorities(queue.qos_of, queue.classes)
-        # The order matters: `figures.ended` asks the queue for the request's class, and `queue.ended` forgets it.
-        if traces is not None:
-            settling.on_end.append(traces.end)
-        for one in (figures, queue):
-            if one is not None:
-                settling.on_end.append(one.ended)
-                settling.on_first.append(one.first_token)
+                priorities = Priorities(queue.qos_of, queue.classes)
+        handler.writes_priorities = priorities is not None
+        # The hooks of each phase, in their order. What resumes a stream replaces the body with token ids. At the end,
+        # figures ask the queue for the request's class before the queue forgets it.
+        handler.before_send = [one.before_send for one in (self.forwarding, resumer, priorities, traces) if one]
+        settling.on_first = [one.first_token for one in (figures, queue) if one]
+        settling.on_end = [resumer.forget] if resumer else []
+        settling.on_end += [one.ended for one in (traces, figures, queue) if one]
         settling.on_end += on_end if usage_log is None else (*on_end, usage_log)
         self.deadlines = Deadlines(handler, figures, request_timeout=request_timeout, idle_timeout=idle_timeout)
 

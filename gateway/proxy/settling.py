@@ -532,9 +532,10 @@ class Settling:
         """
         now = monotonic()
         backend, placement = attempt.backend, attempt.placement
-        tells_blocks = backend.replica.takes_rank(prompt.path)
+        rank_paths = placement.candidate.rank_paths
+        tells_blocks = rank_paths is None or prompt.path in rank_paths
         _, completion, cached = usage
-        tokens = output_tokens(attempt, usage)
+        tokens = output_tokens(attempt, usage) if completion is None else completion
         learns = (
             attempt.streams
             and not (attempt.is_continued or attempt.seen_late)  # a resumed stream's usage covers the whole stream
@@ -578,7 +579,7 @@ class Settling:
             self._compare(placement, backend, prompt, usage, tells_blocks, body)
         else:
             backend.drift.exclude()
-        if tells_blocks:
+        if tells_blocks and backend.intake is not None:
             self._tell_intake(backend, placement, prompt)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int, made: int, body: bytes) -> None:
@@ -620,8 +621,10 @@ class Settling:
             # For a prompt that fills its last block, the engine's KV connector reports all tokens as found. But the
             # last token is computed anyway, and whether the other replica has that block was not asked.
             cached = min(cached, hittable(prompt.tokens, size) * size)
-        drops = backend.slot >= 0 and self._router.map.drops(backend.slot)
-        predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size, drops)
+        predicted = held
+        if prompt.copies > 1:
+            drops = backend.slot >= 0 and self._router.map.drops(backend.slot)
+            predicted = _of_copies(prompt, held, cached, size, drops)
         metrics.predicted_cached_tokens.values[series] += predicted
         made = prompt.tokens if prompt.mode in ("exact", "media") else prompt.made
         if counted is not None and made is not None and not prompt.several:

@@ -27,4 +27,8 @@ def test_what_replicas_of_many_names_have_in_common_is_found_once(monkeypatch):
     made = Routes([space], members)
     assert len(asked) <= 2  # for these spaces, and for none
     assert {made.contexts[name] for name in ("a", "7")} == {(4096, 8192)}
-    assert made.spaces_for("999") == (space,) and made.spaces_for("1000") == ()
+    known, unknown = (
+        made.prepare("/v1/completions", b'{"model": "%b", "prompt": "x"}' % name, None, ())
+        for name in (b"999", b"1000")
+    )
+    assert known.mode == "text" and unknown.note == "no replica is known to serve its model"

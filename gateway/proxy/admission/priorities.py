@@ -19,7 +19,8 @@ from ...errors import ApiError
 from ...http.messages import Request
 from ...members import in_utf8, no_object, takes_members, with_members
 from ...prompt.prompt import unread
-from ..exchange import Attempt, Exchange, Parent
+from ..exchange import Attempt, Exchange
+from ..outgoing import Outgoing
 
 if TYPE_CHECKING:
     from policies import QosClass
@@ -31,9 +32,6 @@ FIELD = b"priority"
 # are the beginnings of such escapes.
 NAMED, ESCAPED = b'"priority"', (b"\\u006", b"\\u007")
 LONGEST_READ = 2**18  # the longest body that is parsed for its priority, which takes half a millisecond
-
-# A function that returns the request head for a body of the given length, such as `exchange.request_head`.
-HeadOf = Callable[[Exchange, Attempt, int, Parent | None], bytes]
 
 
 class _Body(msgspec.Struct):
@@ -78,37 +76,31 @@ class Priorities:
     def __init__(self, class_of: Callable[[Exchange, Prompt], QosClass], classes: Sequence[QosClass]):
         self._class_of, self._highest = class_of, max(one.priority for one in classes)
 
-    def write(self, exchange: Exchange, attempt: Attempt, body: bytes, head_of: HeadOf) -> tuple[bytes, HeadOf]:
-        """Write the priority of a request's class into its body or its head; return the body and the head's function.
+    def before_send(self, exchange: Exchange, attempt: Attempt, outgoing: Outgoing) -> None:
+        """Write the priority of a request's class into its body or its head.
 
         Where the engine accepts no priority, neither is changed, except that a priority in the body that the client
         wrote is replaced.
-
-        `head_of`: the function that makes the head without a priority.
         """
         prompt, replica = attempt.prompt, attempt.backend.replica
         if prompt is not None and replica.takes_priority:
             dialect = replica.dialect
             if prompt.path in dialect.priority_paths:
-                return self._with_priority(exchange, prompt, body), head_of
+                self._write_into_body(exchange, prompt, outgoing)
+                return
             if prompt.path in dialect.priority_header_paths and dialect.priority_header is not None:
-                line = b"%b: %d\r\n" % (dialect.priority_header, self._priority_of(exchange, prompt))
-                return body, _with_line(head_of, line)
-        if not takes_members(exchange.request) or not has_priority(body):
-            return body, head_of
-        prompt = exchange.prompt or unread(exchange.request.path, exchange.model)
-        return self._with_priority(exchange, prompt, body), head_of
+                outgoing.lines += b"%b: %d\r\n" % (dialect.priority_header, self._priority_of(exchange, prompt))
+                return
+        if takes_members(exchange.request) and has_priority(outgoing.body):
+            prompt = exchange.prompt or unread(exchange.request.path, exchange.model)
+            self._write_into_body(exchange, prompt, outgoing)
 
-    def _with_priority(self, exchange: Exchange, prompt: Prompt, body: bytes) -> bytes:
-        return with_members(body, {FIELD: b"%d" % self._priority_of(exchange, prompt)}) or body
+    def _write_into_body(self, exchange: Exchange, prompt: Prompt, outgoing: Outgoing) -> None:
+        priority = b"%d" % self._priority_of(exchange, prompt)
+        outgoing.body = with_members(outgoing.body, {FIELD: priority}) or outgoing.body
 
     def _priority_of(self, exchange: Exchange, prompt: Prompt) -> int:
         return self._highest - self._class_of(exchange, prompt).priority
-
-
-def _with_line(head_of: HeadOf, line: bytes) -> HeadOf:
-    """Return a function that makes the request head as `head_of` does, with one more header line."""
-    return lambda *args: b"%b%b\r\n" % (head_of(*args)[:-2], line)
 
 
 def differ(classes: Sequence[QosClass]) -> bool:

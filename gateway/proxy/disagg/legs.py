@@ -24,7 +24,7 @@ from ...http.chunks import unchunked
 from ...http.upstream import Head, UpstreamError
 from ...prompt.prompt import as_variant
 from ..backend import Backend
-from ..exchange import Asker, Attempt, Exchange, Legs, Parent, request_head
+from ..exchange import Asker, Attempt, Exchange, Legs
 from ..failures import retries
 from ..failures.blame import DOUBTFUL
 from ..failures.retries import of_status
@@ -274,19 +274,15 @@ def second_leg(exchange: Exchange, now: float) -> None:
     assert held is not None and held.placement is not None and exchange.prompt is not None
     placement, held.placement = held.placement, None
     body = held.transfer.second_body(exchange.request.body, held.parameters)
-    prompt = exchange.prompt
-    second = exchange.attempt_type(held.decoder, placement, prompt, prompt.stream, now, leg=Leg.DECODE, body=body)
+    prompt, lines = exchange.prompt, b""
+    if held.transfer.header:  # the decoder's side sends the first leg itself
+        replica = held.prefiller.replica
+        at = bracketed(replica.address or replica.host).encode()
+        lines = b"%b: %b:%d\r\n" % (held.transfer.header, at, replica.port)
+    second = exchange.attempt_type(
+        held.decoder, placement, prompt, prompt.stream, now, leg=Leg.DECODE, body=body, lines=lines
+    )
     exchange.add_attempt(second)
-
-
-def leg_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
-    """Return the request head of a leg; it names the prefiller's address if the transfer has a header for that."""
-    head, held = request_head(exchange, attempt, length, parent), exchange.legs
-    if held is None or not held.transfer.header:
-        return head
-    replica = held.prefiller.replica
-    at = bracketed(replica.address or replica.host).encode()
-    return b"%b%b: %b:%d\r\n\r\n" % (head[:-2], held.transfer.header, at, replica.port)
 
 
 class PrefillAttempt(Attempt):

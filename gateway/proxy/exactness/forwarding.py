@@ -42,7 +42,8 @@ from replicas.access import session_to
 
 from ...prompt.forward import with_ids
 from ..backend import Backend
-from ..exchange import Attempt
+from ..exchange import Attempt, Exchange
+from ..outgoing import Outgoing
 from . import token_ids
 from .token_ids import BodyKind, Different, Forwarding, Unanswered
 
@@ -89,36 +90,36 @@ class TokenIdForwarding:
         self._stopped: dict[tuple[int, str, str], tuple[str, Forwarding]] = {}
         self._may_warn_at = 0.0
 
-    def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
-        """Return the body to send to a replica: with token ids in place of the prompt's text, or as received.
+    def before_send(self, exchange: Exchange, attempt: Attempt, outgoing: Outgoing) -> None:
+        """Write the prompt's token ids into a long request in place of its text, if its replica is known to make them.
 
         With token ids, `attempt.sent_ids` is set. The prompt's ids are freed unless the body may be checked after its
-        answer: they are as large as the body, and the answer may take minutes.
-
-        `first`: whether this is the request's first attempt; later ones get the body as received.
+        answer: they are as large as the body, and the answer may take minutes. Only a request's first attempt has ids;
+        later ones get the body as received.
         """
-        backend = attempt.backend
+        backend, prompt = attempt.backend, attempt.prompt
+        if prompt is None or not prompt.kind or attempt.body is not None:
+            return
         if prompt.also is not None:
             prompt.also.forget_ids()
         if not self.wanted:
             prompt.forget_ids()
-            return body
+            return
         kind = None
         if not self._off(backend, prompt) and prompt.path not in (known := self._known(backend)).rejected_because:
             kind = known.seen(prompt.path, prompt.kind)
         if (
-            first
-            and kind is not None
+            kind is not None
+            and not (exchange.tried or attempt.without_ids)
             and self._may_forward(attempt, prompt, kind)
-            and (spliced := with_ids(body, prompt, backend.replica.dialect.chat_token_ids)) is not None
+            and (spliced := with_ids(outgoing.body, prompt, backend.replica.dialect.chat_token_ids)) is not None
         ):
             kind.left -= 1
             attempt.send_ids()
-            body = spliced
+            outgoing.body = spliced
         if attempt.sent_ids or kind is None or not self._wants_check(backend, known, kind, prompt):
             prompt.forget_ids()
         self.metrics.long_prompts.inc(backend.id, "ids" if attempt.sent_ids else "text")
-        return body
 
     def settled(self, attempt: Attempt, prompt: Prompt, request: Request, usage: Usage) -> None:
         """Compare the prompt tokens that a complete answer reports with the gateway's; begin a check if one is due.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from policies.decisions import SHUTTING_DOWN
 
 from ...ops.spans import Spans, traceparent
-from ..exchange import Attempt, Exchange, Parent
+from ..exchange import Attempt, Exchange
 from ..failures.retries import TIMEOUT
+from ..outgoing import Outgoing
 from ..responses.answers import NOTHING, Usage
 from ..states import Leg
 
@@ -49,17 +50,17 @@ class Traces:
         if exchange.trace.sampled:
             attempt.traced(exchange.trace.child())
 
-    def parent(self, exchange: Exchange, attempt: Attempt) -> Parent | None:
-        """Return the trace context to send to the attempt's replica, or None to forward the client's own headers."""
+    def before_send(self, exchange: Exchange, attempt: Attempt, outgoing: Outgoing) -> None:
+        """Write the trace context for the replica into a request, unless the client's own headers are forwarded."""
         trace: Trace = exchange.trace
-        replaces = PARENT if trace.parent is not None else PARENT_AND_STATE
-        if trace.sampled:
-            return Parent(traceparent(attempt.context), replaces)
-        # The request is not sampled. Without a context from the client the engine must be told so, or it would decide
-        # itself whether to sample.
-        return Parent(traceparent(trace.root), replaces) if trace.parent is None else None
+        # If the request is not sampled and has no context from the client, the engine must be told so, or it would
+        # decide itself whether to sample.
+        if trace.sampled or trace.parent is None:
+            parent = attempt.context if trace.sampled else trace.root
+            outgoing.lines += b"traceparent: %b\r\n" % traceparent(parent)
+            outgoing.left_out |= PARENT if trace.parent is not None else PARENT_AND_STATE
 
-    def end(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+    def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         """End the spans of a request and of its attempts, with their attributes; does nothing if it is not sampled.
 
         `outcome`: how the request ended, see `Settling.ended`.

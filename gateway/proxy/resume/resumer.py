@@ -18,6 +18,7 @@ from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from ..exactness.forwarding import process_of
 from ..exchange import Attempt, Exchange, keep, meter
 from ..failures.retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN
+from ..outgoing import Outgoing
 from ..placement.eligibility import Eligibility
 from ..placement.placing import Placing
 from ..settling import Settling
@@ -118,26 +119,26 @@ class Resumer:
         exchange.record_stream(record, ResumableAttempt)
         self._count(record)
 
-    def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
-        """Return the body to send for an attempt.
+    def before_send(self, exchange: Exchange, attempt: Attempt, outgoing: Outgoing) -> None:
+        """Write into a request what is needed to resume its stream.
 
-        If the attempt is to resume a stream, it is a body that asks for the stream's rest, or the request's own body
-        once more. Otherwise it is `body`. If the engine can report token ids from which the stream could be resumed, a
-        request for them is added.
+        If the attempt is to resume a stream, the body becomes one that asks for the stream's rest, or the request's own
+        body once more. If the engine can report token ids from which the stream could be resumed, a request for them is
+        added.
         """
         record = exchange.stream_record
         if record is None or (attempt.leg is not None and not attempt.streams):
-            return body
+            return
         if record.breaks and record.way == IDS:
             ids = (record.prompt_ids + record.ids).tobytes()
             around = attempt.backend.replica.dialect.chat_token_ids or (b"", b"")
-            return record.terms.rest(record.prompt.path, ids, record.given, record.limit, around)
-        body = record.body if record.breaks else body
+            outgoing.body = record.terms.rest(record.prompt.path, ids, record.given, record.limit, around)
+            return
+        body = outgoing.body = record.body if record.breaks else outgoing.body
         at = body.find(b"{") + 1
-        if not at or record.terms.tells_ids or not self._may_have_ids(record, attempt):
-            return body
-        attempt.ask_ids()
-        return b"".join((body[:at], ASKS_IDS, body[at:]))
+        if at and not record.terms.tells_ids and self._may_have_ids(record, attempt):
+            attempt.ask_ids()
+            outgoing.body = b"".join((body[:at], ASKS_IDS, body[at:]))
 
     def _may_have_ids(self, record: StreamRecord, attempt: Attempt) -> bool:
         """Return whether this attempt's engine may report token ids from which the stream could be resumed.
@@ -224,7 +225,7 @@ class Resumer:
         if reason:
             self._refused[exchange] = reason
 
-    def settled(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+    def forget(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         """Release the record at the end of a request; the first of the `on_end` callbacks.
 
         The other callbacks need the prompt and the number of events of the whole stream, which are set here.

@@ -146,7 +146,7 @@ def test_an_offer_to_upgrade_leaves_what_else_connection_says(named):
     more = b"X-Kept: y\r\nConnection: %b, X-Named\r\nX-Named: y\r\n%bContent-Length: 3\r\n\r\nabc" % (named, UPGRADE)
     (request,), transport = told([POST + more])
     assert request.body == b"abc" and b"connection: close" in transport.written and transport.closed
-    passed_on = request.end_to_end(HOP_BY_HOP)
+    passed_on = request.forwarded(b"", HOP_BY_HOP, 3)
     assert b"x-kept: y" in passed_on and b"x-named" not in passed_on and b"upgrade" not in passed_on
 
 

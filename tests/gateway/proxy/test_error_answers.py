@@ -253,13 +253,12 @@ async def test_an_error_event_for_ids_of_ours_is_no_word_to_the_client():
             prompt.kind = "chat"
             return prompt
 
-        def body(attempt, prompt, body, first):
-            sent.append(first)
-            attempt.sent_ids = first
-            return body
+        def before_send(exchange, attempt, outgoing):
+            sent.append(not attempt.without_ids)
+            attempt.sent_ids = not attempt.without_ids
 
         s.proxy.models.routes.prepare = prepare_long
-        s.proxy.forwarding.body = body
+        s.proxy.handler.before_send[0] = before_send
         await s.ask(post(LONG))
         assert sent == [True, False] and s.metrics.retries.values == {("ids",): 1}
 

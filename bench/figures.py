@@ -20,7 +20,7 @@ from gateway.proxy.admission.overload import Overload
 from gateway.proxy.admission.queue import Queue
 from gateway.proxy.exchange import Attempt, Exchange
 from gateway.proxy.observers.figures import Figures
-from gateway.proxy.responses.answers import Usage
+from gateway.proxy.responses.usage import Usage
 from policies import Admission, Classes, QosClass, QueuedRequest, Rule, Rules
 from policies.admission import Space
 

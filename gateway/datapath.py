@@ -21,7 +21,7 @@ from .proxy.exchange import Exchange
 from .proxy.failures.blame import PASSED_ON
 from .proxy.failures.retries import SHUT_DOWN
 from .proxy.proxy import Proxy
-from .proxy.responses.answers import Usage
+from .proxy.responses.usage import Usage
 from .proxy.settling import OnEnd
 from .settings import ConfigError, Settings
 from .tenants.ending import Settled

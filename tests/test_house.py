@@ -210,7 +210,7 @@ def test_only_settling_ends_a_placement_with_what_was_learned():
 OWNERS = {
     "Exchange": ("gateway/proxy/exchange.py", ("exchange", "asker")),
     "Attempt": ("gateway/proxy/exchange.py", ("attempt", "answering", "first", "second", "again")),
-    "ExternalRequest": ("gateway/proxy/exchange.py", ("leased",)),
+    "ExternalRequest": ("gateway/proxy/placement/askers.py", ("leased",)),
     "Prompt": ("gateway/prompt/", ("prompt", "also")),
 }
 

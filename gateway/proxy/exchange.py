@@ -30,16 +30,8 @@ from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
 from .failures.blame import UnattributedError
 from .failures.retries import AWAY, CLOSED, NO_CRASHES, TRANSFER_FAILED, Crashes
-from .responses.answers import (
-    ANY_EVENT,
-    OUTPUT_MARKS,
-    USAGE,
-    USAGE_KEY_BYTES,
-    Beginning,
-    UsageSearch,
-    has_end,
-    output_events,
-)
+from .responses.answers import ANY_EVENT, OUTPUT_MARKS, USAGE, Beginning, has_end, output_events
+from .responses.usage import USAGE_KEY_BYTES, UsageSearch
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -51,8 +43,8 @@ if TYPE_CHECKING:
     from ..tenants.metering import Charge
     from ..tenants.tenant import Tenant
     from .backend import Backend
-    from .responses.answers import Usage
     from .responses.stored import Stored
+    from .responses.usage import Usage
     from .resume.record import StreamRecord
 
 
@@ -137,6 +129,10 @@ class Attempt:
         """Note that the request is being sent now, on this connection to the replica."""
         self.state = ATTEMPT_TRANSITIONS[self.state, CONNECTED]
         self.upstream, self.sent_at = upstream, monotonic()
+
+    def sent_elsewhere(self) -> None:
+        """Note that another proxy sends the request, which handles errors and reports only complete answers here."""
+        self.status, self.sent_at = 200, self.begun_at
 
     def traced(self, context: Any) -> None:
         """Keep the context of the attempt's trace span, and the TTFT in seconds that is predicted at its begin."""
@@ -777,64 +773,6 @@ class Exchange:
         is_away = isinstance(error, UpstreamError) and (error.unread or error.kind in AWAY)
         status = 503 if again and is_away else 502
         return ApiError(status, f"{why}; {last}", discreet=why, again=again, **options)
-
-
-class ExternalRequest:
-    """A request that another proxy forwards to the replica chosen here (`/decide`, see `decisions`).
-
-    It has one attempt, and a lease instead of a connection: the other proxy must report progress before the lease ends.
-
-    `request`: its head, without a body.
-    `seconds`: the length of the lease.
-    `found`: a future, whose result is the attempt once a replica is chosen.
-    `timers`: the running timers of the lease, by their callbacks.
-    """
-
-    __slots__ = ("id", "request", "prompt", "tried", "seconds", "begun", "size", "attempt", "stages", "found", "timers")
-    # Answers are not seen here, so it is not known which replica has a stored response. The other proxy authenticates
-    # clients, so there is no tenant.
-    response = model = tenant = None
-    attempt_type = Attempt
-    is_forwarded: Literal[False] = False
-    stays_whole = True
-
-    def __init__(self, id: str, request: Request, prompt: Prompt, tried: tuple[Backend, ...], seconds: float):
-        self.id, self.request, self.prompt, self.tried, self.seconds = id, request, prompt, tried, seconds
-        self.begun = monotonic()
-        self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
-        self.stages: list[tuple[str, float]] = []
-        self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        self.timers: dict[Callable[[ExternalRequest], None], asyncio.TimerHandle] = {}
-        self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # approximate bytes of memory
-
-    @property
-    def needs_replica(self) -> bool:
-        return not self.found.done()
-
-    def add_attempt(self, attempt: Attempt) -> None:
-        self.attempt, self.prompt = attempt, attempt.prompt or self.prompt
-        attempt.status, attempt.sent_at = 200, attempt.begun_at  # the caller handles errors
-
-    def placed(self) -> None:
-        self.request.set_headers([])
-        if not self.found.done():  # the caller is still there
-            self.found.set_result(self.attempt)
-
-    def unplaced(self, error: Exception) -> None:
-        error.__traceback__ = None  # its frames refer to this request, and `found` to the error: a cycle
-        if not self.found.done():
-            self.found.set_exception(error)
-
-    def run_isolated(self, step: Callable[..., None], *given: object) -> bool:
-        try:
-            step(*given)
-            return True
-        except Exception as error:
-            self.unplaced(error)
-            return False
-
-
-Asker = Exchange | ExternalRequest  # a request for which a replica is to be chosen
 
 
 # Proxies like nginx buffer an answer unless it has this header.

@@ -43,7 +43,8 @@ from .failures.blame import (
 from .failures.retries import ABORTED, ERROR_ANSWER, KINDS, LEG_REFUSED, Next, of_status
 from .placement import pulling
 from .responses import answers
-from .responses.answers import NOTHING, Usage, believed, error_status, read_usage
+from .responses.answers import error_status
+from .responses.usage import NEVER_TELL_CACHED, NOTHING, Usage, believed, read_usage
 from .states import BROKEN_OFF, AttemptEvent, AttemptState, Leg
 
 if TYPE_CHECKING:
@@ -644,7 +645,7 @@ class Settling:
             pass  # the report, if there is one, cannot be compared with the prediction
         elif cached is None:
             backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts fetched tokens separately
-            told = counted is not None and prompt.path not in answers.NEVER_TELL_CACHED
+            told = counted is not None and prompt.path not in NEVER_TELL_CACHED
             if placement.pull is not None:
                 saved -= placement.pull.tokens  # it is not known whether they came
                 metrics.peer_pulls.inc(name, "unknown")

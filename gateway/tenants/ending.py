@@ -15,7 +15,7 @@ from ..proxy.admission.queue import SLO_HEADER
 from ..proxy.exchange import output_tokens
 from ..proxy.paths import WRITES_NOTHING
 from ..proxy.placement.known_models import MODEL_NOT_KNOWN
-from ..proxy.responses.answers import believed, read_usage
+from ..proxy.responses.usage import believed, read_usage
 from ..proxy.settling import most_tokens
 from ..proxy.states import BROKEN_OFF, Leg
 from .limits import Cost
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
     from ..proxy.exchange import Attempt, Exchange
-    from ..proxy.responses.answers import Usage
+    from ..proxy.responses.usage import Usage
 
 
 TOKENS = ("input", "cached", "output")  # as in `Cost`

@@ -28,7 +28,7 @@ from .ending import cost
 
 if TYPE_CHECKING:
     from ..proxy.exchange import Exchange
-    from ..proxy.responses.answers import Usage
+    from ..proxy.responses.usage import Usage
 
 log = logging.getLogger("hitherto")
 

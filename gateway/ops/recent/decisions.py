@@ -19,8 +19,8 @@ import orjson
 
 from gateway.prompt import Prompt
 from gateway.prompt.prompt import unread
-from gateway.proxy.exchange import Asker
 from gateway.proxy.observers.shadow import Went
+from gateway.proxy.placement.askers import Asker
 from gateway.proxy.placement.placing import Acted, Placing
 from policies import Evaluation
 from policies.legs import Ways

@@ -25,10 +25,11 @@ from policies.decisions import LEFT, NO_REPLICA, QUEUED, REFUSED, SENT, SHUTTING
 from ...durations import parse_limits
 from ...errors import ApiError, bad
 from ...prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
-from ..exchange import MOST, Asker, Attempt, Exchange, output_tokens, time_per_token
+from ..exchange import MOST, Attempt, Exchange, output_tokens, time_per_token
 from ..paths import UNREAD_PROMPTS
+from ..placement.askers import Asker
 from ..placement.placing import Placing
-from ..responses.answers import Usage
+from ..responses.usage import Usage
 from .capping import LIMITS, capped
 from .overload import Overload
 

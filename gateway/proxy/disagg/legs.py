@@ -24,12 +24,14 @@ from ...http.chunks import unchunked
 from ...http.upstream import Head, UpstreamError
 from ...prompt.prompt import as_variant
 from ..backend import Backend
-from ..exchange import Asker, Attempt, Exchange, Legs
+from ..exchange import Attempt, Exchange, Legs
 from ..failures import retries
 from ..failures.blame import DOUBTFUL
 from ..failures.retries import of_status
+from ..placement.askers import Asker
 from ..placement.eligibility import Eligibility
-from ..responses.answers import error_status, foreign_head, media_type, read_usage
+from ..responses.answers import error_status, foreign_head, media_type
+from ..responses.usage import read_usage
 from ..settling import cut_short
 from ..states import AttemptEvent, ExchangeEvent, Leg
 

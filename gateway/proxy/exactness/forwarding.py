@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ...http.messages import Request
     from ...ops.metrics import Metrics
     from ...prompt import Prompt
-    from ..responses.answers import Usage
+    from ..responses.usage import Usage
 
 log = logging.getLogger("hitherto.proxy")
 

@@ -15,7 +15,7 @@ from policies.classes import DEFAULT_CLASS
 from ...http.server import SWEEP_SECONDS
 from ...ops.metrics import Metrics
 from ..exchange import Attempt, Exchange, output_tokens, time_per_token
-from ..responses.answers import Usage
+from ..responses.usage import Usage
 from ..states import ExchangeState
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ...ops.spans import Spans, traceparent
 from ..exchange import Attempt, Exchange
 from ..failures.retries import TIMEOUT
 from ..outgoing import Outgoing
-from ..responses.answers import NOTHING, Usage
+from ..responses.usage import NOTHING, Usage
 from ..states import Leg
 
 if TYPE_CHECKING:

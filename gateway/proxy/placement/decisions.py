@@ -20,10 +20,12 @@ from replicas.names import bracketed
 from ...errors import ApiError
 from ...http.messages import Request
 from ...prompt.prompt import RESPONSES
-from ..exchange import Attempt, ExternalRequest
+from ..exchange import Attempt
 from ..proxy import Proxy
-from ..responses.answers import believed, error_status, read_usage
+from ..responses.answers import error_status
+from ..responses.usage import believed, read_usage
 from ..settling import most_tokens
+from .askers import ExternalRequest
 
 if TYPE_CHECKING:
     from ..backend import Backend

@@ -15,10 +15,10 @@ from ...errors import ApiError
 from ...prompt.prompt import as_variant
 from ..backend import Backend
 from ..disagg.legs import LegPlacing, LegPlan
-from ..exchange import Asker
 from ..observers.shadow import Shadows, Went
 from ..paths import WRITES_NOTHING
 from ..responses.stored import Responses
+from .askers import Asker
 from .eligibility import Eligibility
 from .pulling import Pulls
 

@@ -18,8 +18,9 @@ from replicas import TAKES_TRAFFIC
 from replicas.engines.transfer import PATHS
 
 from ..backend import Backend
-from ..exchange import Asker, Attempt, Exchange
+from ..exchange import Attempt, Exchange
 from ..failures.retries import PULL_FAILED
+from .askers import Asker
 
 if TYPE_CHECKING:
     from ...ops.metrics import Metrics

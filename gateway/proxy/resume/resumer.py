@@ -28,7 +28,7 @@ from .record import IDS, OVER, REPEAT, StreamRecord
 if TYPE_CHECKING:
     from ...ops.metrics import Metrics
     from ..backend import Backend
-    from ..responses.answers import Usage
+    from ..responses.usage import Usage
 
 log = logging.getLogger("hitherto.proxy")
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.proxy.exchange import TAIL, keep, meter
-from gateway.proxy.responses.answers import MOST_SEARCHED, NOTHING, Usage, believed, has_end, read_usage
+from gateway.proxy.responses.answers import has_end
+from gateway.proxy.responses.usage import MOST_SEARCHED, NOTHING, Usage, believed, read_usage
 
 from .replies import chunk
 

@@ -329,7 +329,7 @@ class CacheMap:
         return 0
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """Withdraw the prediction that `expect` made for a prompt, as the replica refused the prompt.
+        """Withdraw the prediction that `expect` made for a prompt, as the replica has not computed the prompt.
 
         `hashes`: the prompt's blocks. `held`: how many leading blocks the replica was taken to hold before this prompt.
         `number`: the result of `expect`.

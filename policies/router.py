@@ -599,7 +599,7 @@ class Router:
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         """End a placement without a complete answer: take its load off the replica.
 
-        `computed`: its prompt was computed; otherwise the cache map no longer expects its blocks on the replica.
+        `computed`: its prompt may have been computed. Otherwise the cache map no longer expects its blocks there.
         """
         self._release(placement)
         number = placement.expected

@@ -13,7 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
@@ -38,6 +38,9 @@ from .messages import (
 from .origins import Origins
 from .room import Room
 from .sockets import has_data, has_left, reset_when_closed
+
+if TYPE_CHECKING:
+    from .upstream import Head
 
 log = logging.getLogger("hitherto.wire")
 
@@ -100,7 +103,7 @@ class Downstream(asyncio.Protocol):
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
         "refused", "expects", "again", "framing", "before", "behind", "piece", "completed", "rated", "rated_at",
         # the request that is being answered, and those that wait behind it
-        "exchange", "current", "waiting", "ends_by_close",
+        "exchange", "current", "waiting", "head",
         # the bytes that were received after these requests and are not parsed yet: those of `rest` from `rest_at` on
         "rest", "rest_at",
         # the bytes of all these requests, and of the one being answered, as counted in `clients.held`
@@ -128,7 +131,7 @@ class Downstream(asyncio.Protocol):
         self.exchange: Responder | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
-        self.ends_by_close = False  # whether the answer has neither length nor chunks, and so ends with the connection
+        self.head: Head | None = None  # that of the last replica's answer that was begun
         self.rest, self.rest_at = b"", 0
         self.held, self.answering, self.stranger, self.crowded = 0, 0, False, False
         self._clear()
@@ -169,7 +172,7 @@ class Downstream(asyncio.Protocol):
         self.waiting.clear()
         exchange, self.exchange, self.current = self.exchange, None, None
         if exchange is not None and self.clients.closed:
-            exchange.cut()
+            exchange.shut_down()
         elif exchange is not None:
             exchange.client_gone()
         self._hold(-self.held)
@@ -184,12 +187,12 @@ class Downstream(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.writing_paused = True
         if self.exchange is not None:
-            self.exchange.pause()
+            self.exchange.pause_reading()
 
     def resume_writing(self) -> None:
         self.writing_paused = False
         if self.exchange is not None:
-            self.exchange.resume()
+            self.exchange.resume_reading()
         else:
             self._next()
 
@@ -490,14 +493,34 @@ class Downstream(asyncio.Protocol):
         self.transport.write(response(status, body, headers, head_only=request.method == "HEAD", close=close))
         self.finish()
 
-    def end_stream(self, event: bytes, chunked: bool) -> None:
+    def begin_answer(self, head: Head, lines: bytes, data: bytes) -> None:
+        """Write a replica's response head and the first bytes of its body, in answer to the current request.
+
+        What the head says about the connection, and about the sites whose pages may read the answer (CORS), is the
+        gateway's own, not the replica's.
+
+        `lines`: header lines to add, each with its line end. `data`: the first bytes of the body.
+        """
+        request, clients = self.current, self.clients
+        assert request is not None
+        if clients.draining or head.until_close or not request.keep_alive:
+            lines += b"connection: close\r\n"
+        elif request.http10:
+            lines += b"%b: %b\r\n" % KEEP_ALIVE
+        if clients.origins is not None:  # replaces the engine's own
+            head = head.without(b"access-control-")
+            lines += clients.origins.lines(request.header(b"origin"))
+        self.head = head
+        self.write(b"%b%b\r\n%b" % (head.raw[:-2], lines, data) if head.clean else head.block(lines) + data)
+
+    def end_stream(self, event: bytes) -> None:
         """Write a last event to a stream that is under way, and end the current request.
 
-        `chunked`: whether the stream has chunked framing. With it, the end of the body is written and the connection
-        stays open, since closing it would fail the client's next request. Without it, closing the connection ends the
-        stream.
+        If the stream has chunked framing, the end of the body is written and the connection stays open, since closing
+        it would fail the client's next request. Without that framing, closing the connection ends the stream.
         """
-        self.transport.write(framed(event) + END_OF_BODY if chunked else event)
+        chunked = self.head is not None and self.head.is_chunked
+        self.write(framed(event) + END_OF_BODY if chunked else event)
         self.finish(keep_alive=chunked)
 
     def release(self) -> None:
@@ -535,7 +558,7 @@ class Downstream(asyncio.Protocol):
 
         If the client would take a close for the end of its answer, the connection is reset instead.
         """
-        if self.ends_by_close and self.busy:
+        if self.head is not None and self.head.until_close and self.busy:
             reset_when_closed(self.transport)
         self.transport.abort()
 

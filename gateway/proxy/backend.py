@@ -80,7 +80,7 @@ class Backend:
         """Reset all that is learned about the replica's process; called at first, and for each new process."""
         self.incarnation = incarnation
         self.host_line, self.not_forwarded = self._head_parts()
-        self.failures = 0  # requests in a row that it failed; an answer resets it
+        self.failures = 0  # error answers in a row; a 2xx resets it
         self.answers = 0  # answered requests that are not yet reported to the health checks
         self.pace = 0.0  # mean seconds per output token of non-streamed answers, prefill included; 0 before the first
         # It refused a request as full, and is chosen only if all others are full until then, in monotonic seconds.

@@ -528,7 +528,7 @@ class Exchange:
         """
         self.legs, self.prompt = legs, prompt
 
-    def rejoin(self) -> Legs | None:
+    def leave_legs(self) -> Legs | None:
         """Note that the request is in one leg from now on; return the state of its legs, None if it had no legs."""
         legs, self.legs = self.legs, None
         return legs
@@ -686,12 +686,12 @@ class Exchange:
         if self.state is not ExchangeState.ENDED:
             self.happened(ExchangeEvent.GONE)
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         """End the exchange because the gateway shuts down before the answer is complete."""
         if self.state is not ExchangeState.ENDED:
             self.happened(ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
 
-    def pause(self) -> None:
+    def pause_reading(self) -> None:
         """Stop reading the answer from the replica, since the client does not keep up."""
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:
@@ -699,7 +699,7 @@ class Exchange:
             attempt.pauses += 1
             attempt.tail = deque((piece[-TAIL_BYTES:] for piece in attempt.tail), TAIL)
 
-    def resume(self) -> None:
+    def resume_reading(self) -> None:
         """Go on reading the answer from the replica, since the client has caught up."""
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:

@@ -13,10 +13,15 @@ is done:
     on_complete      end the attempt after the answer's last byte
     settle           learn costs from the answer, update metrics                       settling.py, observers/
 
+If the connection closes, `Attempt.lost` passes that to `Failures` (failures/actions.py), as this class does with an
+answer that the client must not get. What follows is decided by `failures/retries.py`: another attempt (`retry`), an
+error to the client (`answer_error`), the end of an answer that is under way (`cut`), or its continuation by another
+replica (`resume`, then `join` here). All of them end in `Settling.ended`.
+
 A step that has a result calls `Exchange.happened` with an event. The tables in `states` give the exchange's next state
 and the next action. An action is a method of `Handler`, or of `Failures` (failures/) where something has failed. All
-modules read the fields of exchanges and attempts, and only the classes' own methods, named after what has happened,
-assign them.
+modules read the fields of exchanges and attempts, and only methods in exchange.py and its subclasses, named after what
+has happened, assign them. Later reads come to `data` of `Attempt`, of `MeteredAttempt` or of `ResumableAttempt`.
 
 Two features have packages of their own. In `disagg` a request has two legs: one replica computes the prompt (prefill),
 another writes the answer (decode). In `resume` another replica goes on with a stream whose replica failed. One
@@ -34,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MESSAGES, ApiError, compressed
 from ..http.chunks import ChunkDecodingSink
 from ..http.downstream import Downstream
-from ..http.messages import KEEP_ALIVE, Request
+from ..http.messages import Request
 from ..http.upstream import Upstream, UpstreamError
 from ..prompt.api.named import named_model
 from ..prompt.pipeline import OFFLOAD_BYTES
@@ -116,9 +121,11 @@ class Handler:
             retries=retries, discreet=keys is not None,
         )  # fmt: skip
         # (state, event) -> (next state, action), for `Exchange.happened`
+        actors = {"Handler": self, "Failures": self.failures}
         self.steps = {
-            pair: (state, getattr(self if hasattr(self, action) else self.failures, action))
+            pair: (state, getattr(actors[actor], method))
             for pair, (state, action) in TRANSITIONS.items()
+            for actor, _, method in [action.partition(".")]
         }
 
     def handle(self, client: Downstream, request: Request) -> None:
@@ -226,7 +233,7 @@ class Handler:
     def place(self, exchange: Exchange, placed: list[Exchange] | None) -> None:
         """Have a replica chosen for a prepared request, at once or after a wait in the queue.
 
-        With --continue-streams the request also gets the record from which another replica can resume its stream.
+        With --continue-streams, a stream that can be resumed also gets the record from which another replica does that.
 
         `placed`: for a request of a batch, the list that `Placing.place` adds it to.
         """
@@ -379,7 +386,10 @@ class Handler:
         if ((makes := exchange.label == "responses") or exchange.response is not None) and attempt.status == 200:
             exchange.tells(self._responses.answered(attempt.backend.id, exchange.response, makes, data))
         attempt.first_read(data)
-        exchange.client.write(data if exchange.opened is not None else self._head(exchange, attempt) + data)
+        if exchange.opened is None:
+            exchange.client.begin_answer(attempt.response_head, self._lines(exchange, attempt), data)
+        else:
+            exchange.client.write(data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
             # No retry can follow. Where token ids are left, `TokenIdForwarding` may still send the body to check them.
@@ -387,9 +397,9 @@ class Handler:
         if error is not None:
             self.failures.failed(attempt, error)
 
-    def _head(self, exchange: Exchange, attempt: Attempt) -> bytes:
-        """Return the response head for the client, with the header lines that the gateway adds."""
-        client, head, request = exchange.client, attempt.response_head, exchange.request
+    def _lines(self, exchange: Exchange, attempt: Attempt) -> bytes:
+        """Return the header lines that the gateway adds to an answer."""
+        head = attempt.response_head
         lines = b"" if self.note is None else self.note(exchange, attempt)
         if head.get(b"x-request-id") is None:
             lines += b"x-request-id: %b\r\n" % exchange.id
@@ -402,15 +412,7 @@ class Handler:
             lines += b"x-hitherto-cached-tokens: %d\r\n" % held
         if exchange.charge is not None:
             lines += exchange.charge.header_lines()
-        if self.own_paths.draining or head.until_close or not request.keep_alive:
-            lines += b"connection: close\r\n"
-        elif request.http10:
-            lines += b"%b: %b\r\n" % KEEP_ALIVE
-        if (origins := client.clients.origins) is not None:  # replaces the engine's CORS headers
-            head = head.without(b"access-control-")
-            lines += origins.lines(request.header(b"origin"))
-        client.ends_by_close = head.until_close
-        return head.block(lines)
+        return lines
 
     def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """Send the client the head and the comments and pings that were held back, so that its connection stays alive.
@@ -433,9 +435,10 @@ class Handler:
         if not data:
             return
         if exchange.opened is None:
-            data = self._head(exchange, attempt) + data
+            exchange.client.begin_answer(head, self._lines(exchange, attempt), data)
             exchange.opens(head)
-        exchange.client.write(data)
+        else:
+            exchange.client.write(data)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
         """Relay the first bytes from the replica that resumes a stream."""

@@ -98,7 +98,7 @@ class Proxy:
         `keys`, `metering`, `overload`, `traces`: API keys, tenants' limits, admission by service class or limit, and
             tracing; None where that feature is off.
         `slo_figures`: measure latencies by class and model even without `overload`.
-        `continue_streams`: "never", or another value to have other replicas resume streams whose replica failed.
+        `continue_streams`: "never" or "exact": other replicas resume streams whose replica failed.
         `continue_budget`: bytes that the records of such streams may take together.
         `pulse`: detects stalls of the event loop; None: a new one.
         """

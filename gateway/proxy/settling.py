@@ -160,7 +160,7 @@ class Settling:
 
     # --- failures
 
-    def failed(self, backend: Backend | None, kind: str) -> None:
+    def blame(self, backend: Backend | None, kind: str) -> None:
         """Count a failure that is the replica's fault, and report it to the health checks.
 
         Does nothing if `backend` is None or was removed.
@@ -197,7 +197,7 @@ class Settling:
             self._count(exchange.attributed(), agreed=True)
         else:
             for one in exchange.attributed():
-                self.failed(self._backends.get(one.replica), one.kind)
+                self.blame(self._backends.get(one.replica), one.kind)
 
     def close_unattributed(self, exchange: Exchange) -> None:
         """Count the errors of a request that no replica has answered, without blaming any replica for them."""
@@ -218,7 +218,7 @@ class Settling:
         code = error.code or ("no_replica_ready" if error.status == 503 else "")
         self.metrics.rejections.inc(code if error.status in (404, 503) and code else str(error.status))
 
-    def abandon(self, attempt: Attempt, computed: bool) -> None:
+    def release(self, attempt: Attempt, computed: bool) -> None:
         """Release the load reserved for an attempt, without learning costs from it.
 
         `computed`: whether its replica may have computed the prompt, and so may have the prompt's blocks cached.
@@ -310,15 +310,15 @@ class Settling:
         first, legs.first = legs.first, None
         if first is not None and first.state is not AttemptState.ENDED:
             first.end_as(AttemptEvent.DROPPED)
-            self.abandon(first, computed=first.sent_at > 0)
+            self.release(first, computed=first.sent_at > 0)
             self.leg_ended(Leg.PREFILL, ABANDONED)
 
     def drop_legs(self, exchange: Exchange) -> None:
         """Release the loads reserved for both legs of a request, and drop its first leg (prefill) if it still runs.
 
-        Called when the request ends, or goes on with one replica for prompt and answer.
+        Called when the request fails, or goes on with one replica for prompt and answer.
         """
-        legs = exchange.rejoin()
+        legs = exchange.leave_legs()
         if legs is not None:
             self.drop_first(legs)
             for placement in (legs.placement, legs.unsent):
@@ -365,6 +365,8 @@ class Settling:
 
     def first_token(self, attempt: Attempt, since: float) -> None:
         """Record an attempt's first byte: end its prefill in the load ledger, learn its TTFT, and update metrics.
+
+        The load of a second leg decodes from its reservation on; only the time of its KV transfer is learned.
 
         `since`: when the client began to wait, in monotonic seconds.
         """
@@ -466,13 +468,13 @@ class Settling:
             if exchange.legs is not None:  # the answer's first bytes showed no token
                 self.prefilled_elsewhere(exchange.legs, attempt.status == 200)
         if attempt.fault:  # seen in its first bytes
-            self.abandon(attempt, computed=False)
+            self.release(attempt, computed=False)
         elif not seen and (late := self._late_failure(exchange, attempt, tail, usage)) is not None:
             fault, ended, computed = late
             attempt.found_error(fault, computed)
-            self.abandon(attempt, attempt.computed)
+            self.release(attempt, attempt.computed)
             if attempt.fault >= 500:
-                self.failed(backend, ended)
+                self.blame(backend, ended)
             else:
                 ended = LEG_REFUSED
         elif prompt is not None and attempt.status == 200 and not backend.gone:
@@ -482,7 +484,7 @@ class Settling:
             if not attempt.is_continued:
                 self._forwarding.settled(attempt, prompt, exchange.request, usage)
         else:
-            self.abandon(attempt, computed=not 400 <= attempt.status < 500)
+            self.release(attempt, computed=not 400 <= attempt.status < 500)
         if attempt.leg is not None:
             self.leg_ended(attempt.leg, ended)
         return usage
@@ -748,7 +750,8 @@ class Settling:
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
         """Count a request that has ended in metrics, and call the `on_end` callbacks.
 
-        `outcome`: "complete", "failed", "refused", "aborted" (the client left) or "cut" (the answer broke off).
+        `outcome`: "complete", "failed", "refused" (the gateway answered with an error, also after attempts), "aborted"
+            (the client left) or "cut" (the answer broke off). The legs of a request that failed are dropped by now.
         """
         metrics, attempt, now = self.metrics, exchange.attempts[-1] if exchange.attempts else None, monotonic()
         if outcome in BROKEN_OFF:

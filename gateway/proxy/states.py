@@ -55,7 +55,8 @@ class ExchangeState(Enum):
     """The states of an exchange, which is one client's request."""
 
     PREPARING = "preparing"  # the prompt is being tokenized
-    # a replica is being chosen: at once, unless the request waits in the queue or Redis has the gateways' load ledger
+    # A replica is being chosen: at once, unless the request waits in the queue or Redis has the gateways' load ledger.
+    # Or the failed attempt is to be repeated at its replica, which keeps the load that is reserved there.
     PLACING = "placing"
     TRYING = "trying"  # an attempt is under way, and nothing of an answer has gone to the client
     ANSWERING = "answering"  # the first byte of an answer has gone to the client
@@ -70,7 +71,7 @@ class ExchangeEvent(Enum):
 
     PREPARED = "prepared"  # the prompt is tokenized, or need not be
     REFUSED = "refused"  # the request cannot be served: it is invalid or not allowed, or there is no replica
-    PLACED = "placed"  # a replica is chosen, and load is reserved on it
+    PLACED = "placed"  # a replica is chosen, or the same one again, and load is reserved on it
     ANSWERED = "answered"  # the first bytes for the client have come
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
     FAILED = "failed"  # the attempt failed
@@ -84,31 +85,31 @@ class ExchangeEvent(Enum):
 
 
 S, E = ExchangeState, ExchangeEvent
-# (state, event) -> (next state, the method of `Handler` or `Failures` that acts)
+# (state, event) -> (next state, the method that acts: of `Handler` in handle.py, or `Failures` in failures/actions.py)
 TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, str]] = {
-    **{(state, E.GONE): (S.ENDED, "abandon") for state in S if state is not S.ENDED},
-    (S.PREPARING, E.PREPARED): (S.PLACING, "place"),
-    (S.PREPARING, E.REFUSED): (S.ENDED, "turn_away"),
-    (S.PREPARING, E.TIMED_OUT): (S.ENDED, "report"),
-    (S.PLACING, E.PLACED): (S.TRYING, "start"),
-    (S.PLACING, E.REFUSED): (S.ENDED, "turn_away"),
-    (S.PLACING, E.EXHAUSTED): (S.ENDED, "report"),
-    (S.PLACING, E.TIMED_OUT): (S.ENDED, "report"),
-    (S.TRYING, E.ANSWERED): (S.ANSWERING, "relay"),
-    (S.TRYING, E.HANDED_OVER): (S.TRYING, "hand_over"),
-    (S.TRYING, E.FAILED): (S.PLACING, "retry"),
-    (S.TRYING, E.TIMED_OUT): (S.ENDED, "report"),
-    (S.ANSWERING, E.FINISHED): (S.ENDED, "settle"),
-    (S.ANSWERING, E.FAILED): (S.ENDED, "cut"),
-    (S.ANSWERING, E.TIMED_OUT): (S.ENDED, "cut"),
-    (S.ANSWERING, E.INTERRUPTED): (S.RESUMING, "resume"),
-    (S.RESUMING, E.PLACED): (S.RESUMING, "start"),
-    (S.RESUMING, E.FAILED): (S.RESUMING, "retry"),
-    (S.RESUMING, E.ANSWERED): (S.ANSWERING, "join"),
-    (S.RESUMING, E.FINISHED): (S.ENDED, "settle"),  # only the end of the stream was missing
-    (S.RESUMING, E.REFUSED): (S.ENDED, "give_up"),
-    (S.RESUMING, E.EXHAUSTED): (S.ENDED, "give_up"),
-    (S.RESUMING, E.TIMED_OUT): (S.ENDED, "give_up"),
+    **{(state, E.GONE): (S.ENDED, "Failures.client_left") for state in S if state is not S.ENDED},
+    (S.PREPARING, E.PREPARED): (S.PLACING, "Handler.place"),
+    (S.PREPARING, E.REFUSED): (S.ENDED, "Failures.turn_away"),
+    (S.PREPARING, E.TIMED_OUT): (S.ENDED, "Failures.answer_error"),
+    (S.PLACING, E.PLACED): (S.TRYING, "Handler.start"),
+    (S.PLACING, E.REFUSED): (S.ENDED, "Failures.turn_away"),
+    (S.PLACING, E.EXHAUSTED): (S.ENDED, "Failures.answer_error"),
+    (S.PLACING, E.TIMED_OUT): (S.ENDED, "Failures.answer_error"),
+    (S.TRYING, E.ANSWERED): (S.ANSWERING, "Handler.relay"),
+    (S.TRYING, E.HANDED_OVER): (S.TRYING, "Handler.hand_over"),
+    (S.TRYING, E.FAILED): (S.PLACING, "Failures.retry"),
+    (S.TRYING, E.TIMED_OUT): (S.ENDED, "Failures.answer_error"),
+    (S.ANSWERING, E.FINISHED): (S.ENDED, "Handler.settle"),
+    (S.ANSWERING, E.FAILED): (S.ENDED, "Failures.cut"),
+    (S.ANSWERING, E.TIMED_OUT): (S.ENDED, "Failures.cut"),
+    (S.ANSWERING, E.INTERRUPTED): (S.RESUMING, "Failures.resume"),
+    (S.RESUMING, E.PLACED): (S.RESUMING, "Handler.start"),
+    (S.RESUMING, E.FAILED): (S.RESUMING, "Failures.retry"),
+    (S.RESUMING, E.ANSWERED): (S.ANSWERING, "Handler.join"),
+    (S.RESUMING, E.FINISHED): (S.ENDED, "Handler.settle"),  # only the end of the stream was missing
+    (S.RESUMING, E.REFUSED): (S.ENDED, "Failures.give_up"),
+    (S.RESUMING, E.EXHAUSTED): (S.ENDED, "Failures.give_up"),
+    (S.RESUMING, E.TIMED_OUT): (S.ENDED, "Failures.give_up"),
 }
 
 

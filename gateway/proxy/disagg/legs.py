@@ -101,7 +101,12 @@ class LegPlacing:
         self._eligible, self._router, self._metrics = eligible, router, metrics
 
     def plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
-        """Return a plan for two legs, or None if the request goes to one replica; no load is reserved yet."""
+        """Return a plan for two legs, or None if the request goes to one replica; no load is reserved yet.
+
+        The stream of a second leg that breaks off is resumed in one leg, which is not counted as a choice.
+        """
+        if exchange.stays_whole:
+            return None
         prompt, chosen, transfer, first_body = exchange.prompt, evaluation.legs, None, None
         if not evaluation.settled:
             chosen = two_legs.choose_among(self._router, self.ways(exchange, evaluation, now))

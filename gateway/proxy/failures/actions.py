@@ -127,8 +127,8 @@ class Failures:
         if exchange.state is not ExchangeState.TRYING:
             settling.leg_ended(Leg.PREFILL, error.kind)
             if KINDS[error.kind].blamed:
-                settling.failed(first.backend, error.kind)
-            settling.abandon(first, computed=KINDS[error.kind].computed)
+                settling.blame(first.backend, error.kind)
+            settling.release(first, computed=KINDS[error.kind].computed)
             return False
         if error.kind == retries.CLOSED and stale and not first.new_connection:
             self._metrics.retries.inc("reconnect")
@@ -141,7 +141,7 @@ class Failures:
         if second.state is not AttemptState.ENDED:
             second.end_as(AttemptEvent.DROPPED)
         settling.leg_ended(Leg.DECODE, ABANDONED)
-        settling.abandon(second, computed=False)
+        settling.release(second, computed=False)
         exchange.put_last(first)
         return True
 
@@ -174,8 +174,8 @@ class Failures:
             exchange.happened(ExchangeEvent.PLACED)
             return
         if KINDS[kind].blamed:
-            self.settling.failed(attempt.backend, kind)
-        self.settling.abandon(attempt, computed=KINDS[kind].computed)
+            self.settling.blame(attempt.backend, kind)
+        self.settling.release(attempt, computed=KINDS[kind].computed)
         if exchange.legs is not None:
             self.settling.leg_failed(exchange, attempt, kind, following)
         self.placing.pulls.failed(exchange, attempt, kind)
@@ -203,14 +203,17 @@ class Failures:
             if following is Next.DECODER and self.placing.legs.next_decoder(exchange, demand, monotonic()):
                 exchange.happened(ExchangeEvent.PLACED)
             else:
-                exchange.rejoin()
+                exchange.leave_legs()
                 self.placing.place(exchange)
 
     def resume(self, exchange: Exchange, failed: Failed) -> None:
-        """Count the failure against the replica, release its load, and have another replica resume the stream."""
+        """Count the failure against the replica, release its load, and have another replica resume the stream.
+
+        If only the stream's end was missing, the gateway writes that, and no other replica is asked.
+        """
         attempt = exchange.attempts[-1]
-        self.settling.failed(attempt.backend, failed.kind)
-        self.settling.abandon(attempt, computed=True)
+        self.settling.blame(attempt.backend, failed.kind)
+        self.settling.release(attempt, computed=True)
         if exchange.legs is not None:
             self.settling.leg_ended(Leg.DECODE, failed.kind)
             self.settling.drop_legs(exchange)
@@ -246,19 +249,19 @@ class Failures:
         else:
             may_follow = ends_with_event(b"".join([piece[-END_BYTES:] for piece in attempt.tail]), head)
         if attempt.streams and may_follow:
-            client.end_stream(error_event(path, status, message, number, code=code), head.is_chunked)
+            client.end_stream(error_event(path, status, message, number, code=code))
         else:
             client.abort()
         if why.kind not in (retries.DIFFERS, retries.SHUT_DOWN):
-            self.settling.failed(attempt.backend, why.kind)
+            self.settling.blame(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")
 
     def turn_away(self, exchange: Exchange, error: ApiError) -> None:
         """Refuse a request that was sent to no replica: count the refusal, and answer with `error`."""
         self.settling.turned_away(error)
-        self.report(exchange, error)
+        self.answer_error(exchange, error)
 
-    def report(self, exchange: Exchange, error: ApiError) -> None:
+    def answer_error(self, exchange: Exchange, error: ApiError) -> None:
         """End a request whose client has no output yet, with `error` as its answer.
 
         If comments and pings were relayed, the client has status 200 already, and gets the error as an event.
@@ -271,7 +274,7 @@ class Failures:
         if exchange.opened is not None:
             message = error.discreet if self.discreet else error.message
             told = error_event(exchange.request.path, error.status, message, code=error.code)
-            exchange.client.end_stream(told, exchange.opened.is_chunked)
+            exchange.client.end_stream(told)
             self.settling.ended(exchange, "cut")
             return
         headers = [*JSON, (b"x-request-id", exchange.id), *error.headers]
@@ -284,7 +287,7 @@ class Failures:
             headers += exchange.charge.headers()
         exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
-    def abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
+    def client_left(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
         """End a request whose client has left, or that the gateway cuts off when it shuts down (`cut`).
 
         A client that leaves after the last event of its stream has a complete answer, which is accounted for as such.
@@ -327,7 +330,7 @@ class Failures:
         if attempt is not None:
             if attempt.state is not AttemptState.ENDED:
                 attempt.end_as(AttemptEvent.DROPPED)
-            self.settling.abandon(attempt, computed=attempt.sent_at > 0)
+            self.settling.release(attempt, computed=attempt.sent_at > 0)
 
     # --- the gateway shuts down
 

@@ -72,7 +72,7 @@ class Deadlines:
         if attempt is not None and attempt.state is AttemptState.AWAITING:
             since = max(since, attempt.seen_at)  # when it last sent a keep-alive comment
         if self._ran(since, now) > self._request_timeout:
-            self._settling.failed(attempt.backend if attempt else None, TIMEOUT)
+            self._settling.blame(attempt.backend if attempt else None, TIMEOUT)
             within = f"within {self._request_timeout:g} s"
             what = f"sent no byte of an answer {within}"
             late = ApiError(504, f"no replica was found for it {within}")

@@ -4,7 +4,8 @@
   did not accept token ids, since neither is evidence against the replica. It is also repeated there if the connection
   was closed before the request can have been read and no other replica is left: one of several processes behind the
   address may have ended. A connection is replaced only once.
-- Any other failure leads to another replica, as long as retries and replicas are left.
+- Any other failure leads to another replica, as long as retries are left. If no replica is left, placing ends the
+  request (`Exchange.unplaced`).
 - A request under which two replicas crashed or hung gets no third one, since the request may be the cause. A replica
   that closed the connection before it can have read the whole request is not counted. Nor is a replica that shuts down
   gracefully, as in a rolling restart; its requests may go to any replica.
@@ -174,6 +175,8 @@ NO_CRASHES = Crashes()
 
 def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
     """Return what follows a failed attempt.
+
+    Crashes count before retries: with two retries, a request ends with its second crash, as LOST.
 
     `used`: how many earlier failures of the request count against its retries.
     `crashes`: the crashes of replicas under the request before this failure.

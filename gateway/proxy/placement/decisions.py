@@ -189,7 +189,7 @@ class Decisions:
         if usage.prompt is not None and not attempt.backend.gone and not failed:
             self._settling.finish(attempt, leased.prompt, usage)
         else:
-            self._settling.abandon(attempt, computed=not failed)
+            self._settling.release(attempt, computed=not failed)
         return {"id": id, "done": True}
 
     def on(self) -> Counter[str]:

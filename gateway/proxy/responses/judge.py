@@ -50,7 +50,7 @@ class Judge:
         if has_prompt and not attempt.streams and answers.foreign_head(status, content_type):
             return _foreign(f"answered {status} with {answers.media_type(content_type)}")
         doubtful = status in DOUBTFUL and exchange.response is None and (has_prompt or kind in OVERLOADED)
-        if (status in retries.RETRYABLE or doubtful) and self._is_unsettled(exchange, attempt, kind):
+        if (status in retries.RETRYABLE or doubtful) and self._record_and_ask_another(exchange, attempt, kind):
             return UpstreamError(kind, f"answered {status}")
         if status == 404 and exchange.response is not None and self.others(exchange, attempt):
             return UpstreamError(retries.ELSEWHERE, "answered 404")
@@ -92,13 +92,13 @@ class Judge:
                 return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
             if sight is Sight.SILENT:
                 # Called to record the error alone: whatever it returns, the client cannot use this answer.
-                self._is_unsettled(exchange, attempt, retries.ERROR_ANSWER)
+                self._record_and_ask_another(exchange, attempt, retries.ERROR_ANSWER)
                 return UpstreamError(retries.ERROR_ANSWER, "answered 200 with a stream without an event")
             if sight is Sight.EARLY or sight is Sight.BLIND:
                 return sight
         fault = first_error(data if (seen := attempt.beginning) is None else seen.body, attempt.streams)
         kind = full if (full := retries.of_status(fault)) in OVERLOADED else retries.ERROR_ANSWER
-        if (fault >= 500 or kind is full) and self._is_unsettled(exchange, attempt, kind):
+        if (fault >= 500 or kind is full) and self._record_and_ask_another(exchange, attempt, kind):
             return UpstreamError(kind, f"answered 200 with an error that amounts to {fault}")
         if (error := self._ours(attempt, fault, f"200 and an error that amounts to {fault}")) is None:
             attempt.found_error(fault)
@@ -120,7 +120,7 @@ class Judge:
         attempt.looked_through(len(data))
         return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
 
-    def _is_unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
+    def _record_and_ask_another(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
         """Record an error answer; return whether to ask another replica, instead of passing the error to the client.
 
         If two engines have failed the request alike, the client also gets a header that tells it not to retry.

@@ -47,7 +47,7 @@ class ResumableAttempt(Attempt):
 
     @property
     def is_continued(self) -> bool:  # type: ignore[override]
-        """Whether the attempt resumes a stream that another replica began."""
+        """Whether the stream has broken off: this attempt resumes it, or is the one that broke."""
         return self.exchange.is_continued
 
     def data(self, data: bytes) -> None:
@@ -258,7 +258,8 @@ class Resumer:
     def event_after(self, exchange: Exchange) -> ExchangeEvent:
         """Return the exchange's event after the attempt that was answering has failed.
 
-        INTERRUPTED if another replica may resume the stream, in the way set in its record; else FAILED.
+        INTERRUPTED if another replica may resume the stream, in the way that is set in its record now; else FAILED,
+        which is counted with its reason.
         """
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         if record is None:
@@ -361,7 +362,7 @@ class Resumer:
         self._settling.joined(attempt)
         self._metrics.continued_streams.inc(record.way)
         if exchange.client.writing_paused:
-            exchange.pause()
+            exchange.pause_reading()
         attempt.data(data)
 
     def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
@@ -384,7 +385,7 @@ class Resumer:
             message += f": {error.discreet}"
         status, code = (503, SHUT_DOWN) if stopped else (502, None)
         event = error_event(exchange.request.path, status, message, record.number + 1, code=code)
-        exchange.client.end_stream(event, record.chunked)
+        exchange.client.end_stream(event)
         self._settling.ended(exchange, "cut")
 
 

@@ -10,6 +10,7 @@ import uvloop
 from gateway.http.downstream import Downstream
 from gateway.http.messages import Limits
 from gateway.http.server import Server
+from gateway.http.upstream import Head
 
 from .serving import GET, Echo, Transport, served
 from .talk import Talker, eventually
@@ -55,8 +56,7 @@ async def test_the_rest_of_an_answer_that_ends_by_close_is_reset_where_nobody_ta
         await talk.say(b"GET /slow HTTP/1.0\r\n\r\n")
         await eventually(lambda: echo.held)
         client = echo.held.pop()
-        client.ends_by_close = True
-        client.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"x" * 30_000_000)
+        client.begin_answer(Head(b"HTTP/1.1 200 OK\r\n\r\n", [], True, True), b"", b"x" * 30_000_000)
         client.finish(keep_alive=False)
         if ends == "server":
             await server.close()

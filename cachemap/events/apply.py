@@ -67,7 +67,7 @@ class EventApplier:
         self._model = model
         self._block_size = block_size
         self._pending: dict[str, Pending] = {}  # by tier, the changes of the main group and of slower tiers
-        # Our hash of blocks, by the engine's key: of the pending ones, and of those to which events refer (0: unknown).
+        # Our hash of blocks, by the engine's key: of the pending ones, and of known ones to which events refer.
         self._hash_of: dict[int | bytes, int] = {}
         self._work = 0  # blocks handled since the last step ended, besides those that `in_pieces` counts
         self._main: int | None = None  # the cache group in which prompts are looked up; None until an event shows it
@@ -253,7 +253,9 @@ class EventApplier:
         """Look up the hashes of the blocks in the map to which these events refer, and keep them in `_hash_of`.
 
         These are the blocks before those that were stored, and those that were copied to a slower tier. One call looks
-        up all of them, as a call for each takes 12 to 40 us.
+        up all of them, as a call for each takes 12 to 40 us. A block that an earlier event of the piece removes stays
+        known by its key, which means the same tokens. A key that is not known yet is looked up again when its event is
+        applied: cache groups and chunks reach the map meanwhile.
         """
         self._hash_of = {key: block for one in self._pending.values() for key, block in one.stored.items()}
         wanted: list[int | bytes] = []
@@ -265,7 +267,8 @@ class EventApplier:
                     wanted += event.keys
         keys = [key for key in dict.fromkeys(wanted) if key not in self._hash_of]
         if keys:
-            self._hash_of.update(zip(keys, self._map.resolve(self._slot, keys), strict=True))
+            found = zip(keys, self._map.resolve(self._slot, keys), strict=True)
+            self._hash_of.update([(key, block) for key, block in found if block])
 
     def _store(self, event: Stored) -> None:
         if event.block_size > MOST_CHUNK * self._block_size:
@@ -644,8 +647,8 @@ class EventApplier:
 
         Pass many keys at once, as a call for each takes 10 to 40 us.
         """
-        found = [self._hash_of.get(key, -1) for key in keys]
-        missing = [at for at, block in enumerate(found) if block < 0]
+        found = [self._hash_of.get(key, 0) for key in keys]
+        missing = [at for at, block in enumerate(found) if not block]
         if missing:
             resolved = self._map.resolve(self._slot, [keys[at] for at in missing])
             for at, block in zip(missing, resolved, strict=True):

@@ -252,7 +252,8 @@ class GroupEvents:
             is_told = not self.whole and event.block_size >= self._block_size
             for number, (key, block) in enumerate((yield from self._named(event)), 1):
                 if block:
-                    pending.store(key, block)
+                    if key not in pending.stored:
+                        pending.store(key, block)
                 elif is_told:
                     self.orphans += 1
                 if not number % MOST_PIECE:

@@ -38,7 +38,8 @@ RECOVERIES, RECOVERY_SECONDS = 10, 10.0
 
 COMPLAINTS = 5  # distinct reasons for unreadable events that are kept for operators
 
-TURN_SECONDS = 0.005  # the longest time for which events are applied while nothing else runs
+# After so long other tasks run again, once the step of work that is under way has ended (about 5 ms, `MOST_PIECE`).
+TURN_SECONDS = 0.005
 BIG = 1 << 16  # bytes from which a payload is decoded in a thread: 8 MiB take half a second
 
 SEQUENCE = struct.Struct(">Q")
@@ -111,7 +112,7 @@ class EventIntake:
         self._foreign_topic: bytes | None = None
         self._forgotten = 0  # how often all blocks were forgotten; a change stops the batches that are being applied
         self._resumed = (
-            0.0  # when the event loop last ran other tasks (time.monotonic, as uvloop's own clock stands still)
+            0.0  # when other tasks could last run, by time.monotonic: uvloop's own clock stands still meanwhile
         )
         self.applying = False  # a batch is partly applied
         self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many were left, and when

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cachemap.map import CacheMap
 
 Key = int | bytes
-MOST_PENDING = 2048  # blocks of one tier that are gathered before they go to the map
+MOST_PENDING = 2048  # blocks to store, and keys to remove, that are gathered for one tier before they go to the map
 
 
 class Pending:

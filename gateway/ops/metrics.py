@@ -184,7 +184,7 @@ class Metric:
 class Counter(Metric):
     """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`.
 
-    What every request does adds to `values` itself, by a tuple of label values, as a call takes longer than that.
+    Code that runs for every request does without the call: `counter.values["chat", "2xx"] += 1`.
     """
 
     __slots__ = ()
@@ -227,8 +227,8 @@ class Counter(Metric):
 class Histogram(Metric):
     """A distribution per combination of labels' values: `observe("r1", 0.25)`, `observe(("premium", "m"), 0.25)`.
 
-    What every request observes is appended to `waiting`, by the series' label values, and counted with hundreds of
-    others by `count_waiting`, when the metric is read or a few times a second.
+    Code that runs for every request only appends to a series of `waiting`. `count_waiting` counts these observations
+    together: a few times a second, and when the metric is read.
 
     `bounds`: the upper bounds of the buckets; an observation that equals a bound is in that bound's bucket.
     """
@@ -253,13 +253,11 @@ class Histogram(Metric):
     def count_waiting(self) -> None:
         """Count the observations that were only appended to `waiting`."""
         for key, numbers in self.waiting.items():
-            if numbers:
-                counts = self._series(key)
-                places = np.searchsorted(self.bounds, numbers)
-                for place, times in zip(*map(np.ndarray.tolist, np.unique(places, return_counts=True)), strict=True):
-                    counts[place] += times
-                counts[-1] += sum(numbers)
-                numbers.clear()
+            counts, places = self._series(key), np.searchsorted(self.bounds, numbers)
+            for place, times in zip(*map(np.ndarray.tolist, np.unique(places, return_counts=True)), strict=True):
+                counts[place] += times
+            counts[-1] += sum(numbers)
+        self.waiting.clear()  # with the keys: those of removed replicas would stay
 
     def _series(self, key: Labels) -> list[float]:
         return self._counts.get(key) or self._counts.setdefault(key, [0] * (len(self.bounds) + 2))

@@ -131,7 +131,7 @@ class Attempt:
         self.upstream, self.sent_at = upstream, monotonic()
 
     def sent_elsewhere(self) -> None:
-        """Note that another proxy sends the request, which handles errors and reports only complete answers here."""
+        """Note that another proxy sends the request. It handles errors itself, so the answer counts as one with 200."""
         self.status, self.sent_at = 200, self.begun_at
 
     def traced(self, context: Any) -> None:

@@ -109,9 +109,8 @@ class Handler:
         # With service classes or limits: returns the header line that says how an answer was degraded, else b"".
         self.note: Callable[[Exchange, Attempt], bytes] | None = None
         self.before_send: list[BeforeSend] = []  # called in order for each attempt, before its request is sent
-        self.writes_priorities = (
-            False  # a hook does: a JSON body that is not in UTF-8 is refused, as none can go into it
-        )
+        # Whether a hook writes priorities. A JSON body that is not in UTF-8 is then refused, as none can go into it.
+        self.writes_priorities = False
         self.resumer: Resumer | None = None  # with --continue-streams
         self.under_way: set[Exchange] = set()
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
@@ -265,8 +264,8 @@ class Handler:
     def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
         """Write a request's head and body to a connection, whose response then goes to `attempt`.
 
-        The body is the client's, or that of a leg, and the hooks in `before_send` write into it: token ids in place of
-        the text, what is needed to resume a stream, the priority of a class, the trace context.
+        The body is the client's, or that of a leg. The hooks in `before_send` change the body or add header lines:
+        token ids in place of the text, what is needed to resume a stream, the priority of a class, the trace context.
         """
         attempt.send_on(upstream)
         request, backend = exchange.request, attempt.backend

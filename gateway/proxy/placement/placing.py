@@ -85,8 +85,8 @@ class Placing:
         Then `asker.placed` or `asker.unplaced` is called. This happens at once, when the shared ledger in Redis has
         answered, or when the request has left the queue.
 
-        `placed`: a list to which a request that has a replica at once is added instead, and whose requests the caller
-            sends once it has placed all of a batch.
+        `placed`: for a request of a batch. If a replica is chosen at once, the request is added to this list, and the
+            caller calls `asker.placed` once all of the batch are placed. It is not used if Redis or the queue decides.
         """
         begun, now = perf_counter(), monotonic()
         if now > self.pulse.late_at:  # the event loop was stalled: note that before any replica counts as late

@@ -437,3 +437,10 @@ def test_keys_that_nobody_knows_are_looked_up_together(setting, medium):
             setting[1].apply(piece)
         setting[1].flush()
     assert resolved.call_count < 30 and setting[1].orphans == len(keys)
+
+
+def test_a_state_whose_parent_reached_the_map_in_the_same_batch_is_stored(setting):
+    """What the map had when the batch began does not show to which blocks its later events may refer."""
+    first = [wide(2), states([13], 0, 3), states([99], 0, 1)]
+    apply(setting, *first, removed(99, group_idx=1), wide(4, 2, 2), states([15], 3, 5, 13))
+    assert all(setting[0].resolve(0, [13, 15]))

@@ -179,3 +179,12 @@ def test_label_values_are_escaped():
     metrics = Metrics()
     metrics.rejections.inc('a "b"\n\\c')
     assert scrape(metrics)["hitherto_rejections_total", ("reason", 'a "b"\n\\c')] == 1
+
+
+def test_observations_that_wait_are_counted_when_they_are_read_and_none_waits_for_a_removed_replica():
+    metrics = Metrics({"replica": ["a", "b"]})
+    for replica, seconds in (("a", 0.1), ("b", 0.1), ("b", 0.3)):
+        metrics.replica_ttft_seconds.waiting[replica,].append(seconds)
+    assert (metrics.replica_ttft_seconds.count("b"), metrics.replica_ttft_seconds.mean("b")) == (2, 0.2)
+    metrics.forget("a")
+    assert [*metrics.replica_ttft_seconds.values] == [("b",)] and not metrics.replica_ttft_seconds.waiting

@@ -274,7 +274,7 @@ async def test_names_that_no_text_can_hold_do_not_stop_the_rest(monkeypatch):
     """A lone surrogate fails the encoding of the whole batch."""
     odd = post(BODY.replace(b'"m"', b'"\\ud800"'), extra=b"x-request-id: \xff\xfe\r\n")
     servers, _, _ = await spans_of(monkeypatch, answers(), ask=[odd, post()])
-    assert [span.told["http.response.status_code"] for span in servers] == [404, 200]
+    assert sorted(span.told["http.response.status_code"] for span in servers) == [200, 404]
 
 
 async def test_a_streams_times(monkeypatch):

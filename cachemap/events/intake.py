@@ -38,7 +38,8 @@ RECOVERIES, RECOVERY_SECONDS = 10, 10.0
 
 COMPLAINTS = 5  # distinct reasons for unreadable events that are kept for operators
 
-# After so long other tasks run again, once the step of work that is under way has ended (about 5 ms, `MOST_PIECE`).
+# After applying events for so long, the intake lets other tasks run. It first ends its present step, which takes about
+# 5 ms (`MOST_PIECE`).
 TURN_SECONDS = 0.005
 BIG = 1 << 16  # bytes from which a payload is decoded in a thread: 8 MiB take half a second
 

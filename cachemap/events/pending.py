@@ -1,4 +1,4 @@
-"""The changes to one tier of a replica's blocks that wait to be handed to the map.
+"""Changes to a replica's blocks that wait to be handed to the map, gathered for each tier.
 
 A call to the map takes about 40 us and each of its blocks 0.3 us. An engine's step evicts and fills blocks of several
 prompts in turn, and copies them to host memory one by one, so the changes of all its events are handed over together.

@@ -56,7 +56,7 @@ class ExchangeState(Enum):
 
     PREPARING = "preparing"  # the prompt is being tokenized
     # A replica is being chosen: at once, unless the request waits in the queue or Redis has the gateways' load ledger.
-    # Or the failed attempt is to be repeated at its replica, which keeps the load that is reserved there.
+    # A request that is repeated at the same replica is in this state for a moment, and keeps the load reserved there.
     PLACING = "placing"
     TRYING = "trying"  # an attempt is under way, and nothing of an answer has gone to the client
     ANSWERING = "answering"  # the first byte of an answer has gone to the client
@@ -71,7 +71,7 @@ class ExchangeEvent(Enum):
 
     PREPARED = "prepared"  # the prompt is tokenized, or need not be
     REFUSED = "refused"  # the request cannot be served: it is invalid or not allowed, or there is no replica
-    PLACED = "placed"  # a replica is chosen, or the same one again, and load is reserved on it
+    PLACED = "placed"  # load is reserved on a replica, a newly chosen one or the same again
     ANSWERED = "answered"  # the first bytes for the client have come
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
     FAILED = "failed"  # the attempt failed

@@ -67,7 +67,7 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
 
 
 def _last_usage(tail: bytes, depth: int) -> Usage | None:
-    """Return the token counts of an answer in OpenAI's format that ends soon after its usage; None for other answers.
+    """Return the token counts of an answer in OpenAI's format, or None if it does not end soon after its usage.
 
     Nearly all answers are of this kind. To make sure that the usage is the answer's own, it is parsed with the rest of
     its line as the end of `depth` nested JSON objects. That takes a tenth of the time of the general search in
@@ -99,9 +99,9 @@ def _last_usage(tail: bytes, depth: int) -> Usage | None:
     return Usage(*counts)
 
 
-# The patterns of `UsageSearch`, for a read whose escapes are replaced and which may end within a string: a string that
-# is not the key of a usage, and that key at the end of the read. They have no groups, since a replacement with groups
-# takes ten times as long.
+# `UsageSearch` applies these patterns to a read in which escapes are replaced, and which may end within a string.
+# `_PLAIN_TEXT`: a string that is not the key of a usage. `_CUT_KEY`: that key at the end of the read. They have no
+# groups, since a replacement with groups takes ten times as long.
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _PLAIN_TEXT = re.compile(rb'(?<!"usage)(?!%b)"[^"]*+"?' % USAGE.pattern)
 _CUT_KEY = re.compile(rb'"usage"\s{0,8}(?::\s{0,8})?\Z')
@@ -122,10 +122,11 @@ def _cut_text(plain: bytes) -> bytes:
 
 
 class UsageSearch:
-    """A search for the usage of an answer that comes in reads, and may repeat the client's own text after its usage.
+    """A search for the usage of an answer that comes in several reads.
 
-    The client's text may also contain a member `usage`, but deeper inside the JSON. So the search keeps the usage that
-    stands in the fewest objects. It counts how many objects have ended since, to tell in how many that was.
+    The answer may repeat the client's own text after its usage. That text may also contain a member `usage`, but deeper
+    inside the JSON. So the search keeps the usage that stands in the fewest objects. It counts how many objects have
+    ended since, to tell in how many that was.
     """
 
     __slots__ = ("_rest", "_level", "_found_at", "_usage")

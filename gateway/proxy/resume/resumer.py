@@ -47,7 +47,7 @@ class ResumableAttempt(Attempt):
 
     @property
     def is_continued(self) -> bool:  # type: ignore[override]
-        """Whether the stream has broken off: this attempt resumes it, or is the one that broke."""
+        """Whether the stream has broken off, so that this attempt resumes it or is the one that failed."""
         return self.exchange.is_continued
 
     def data(self, data: bytes) -> None:

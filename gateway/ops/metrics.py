@@ -23,15 +23,15 @@ import asyncio
 import logging
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, chain, islice, product, repeat
 from operator import add, contains
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
 from policies.control import FROM
@@ -253,8 +253,8 @@ class Histogram(Metric):
     def count_waiting(self) -> None:
         """Count the observations that were only appended to `waiting`."""
         for key, numbers in self.waiting.items():
-            counts, places = self._series(key), np.searchsorted(self.bounds, numbers)
-            for place, times in zip(*map(np.ndarray.tolist, np.unique(places, return_counts=True)), strict=True):
+            counts = self._series(key)
+            for place, times in Tally(map(bisect_left, repeat(self.bounds), numbers)).items():
                 counts[place] += times
             counts[-1] += sum(numbers)
         self.waiting.clear()  # with the keys: those of removed replicas would stay

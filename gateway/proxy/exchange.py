@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -105,12 +106,16 @@ class Attempt:
     seen_late: bool = False  # bytes were relayed before output was seen in them, so `first_at` is later than in truth
     tail: deque[bytes] = field(default_factory=partial(deque, maxlen=TAIL))  # the last reads of the answer
     pieces: int = 0  # the number of reads
-    # `mark`: the bytes that each output event contains, for a stream whose client requested no usage. `events`: the
-    # number of output events, counted in such streams and in metered ones. `usage`: the search for the usage of a
-    # metered answer, once its key was found.
+    # `mark`: the bytes that each output event contains, for a stream whose client requested no usage. `surplus`: how
+    # many more output events there were than reads, counted in such streams and in metered ones. `usage`: the search
+    # for the usage of a metered answer, once its key was found.
     mark: bytes | None = None
-    events: int = 0
+    surplus: int = 0
     usage: UsageSearch | None = None
+    # A read with at least `single` and fewer than `double` bytes is not searched: in a stream with a `mark` it has one
+    # output event, and other answers need no search.
+    single: int = TINY
+    double: int = sys.maxsize
     pauses: int = 0  # how often reading was paused, since the client did not keep up
     seen_pieces: int = 0  # `pieces` when the sweep last found new ones, at `seen_at`
     seen_at: float = 0.0
@@ -208,7 +213,8 @@ class Attempt:
             self.tail.append(data)
             if self.streams and prompt is not None and not prompt.include_usage:  # no usage will tell its tokens
                 self.mark = OUTPUT_MARKS.get(exchange.label, ANY_EVENT)
-                self.events = output_events(exchange.label, data, True)
+                self.single = self.double = 0
+                self.surplus = output_events(exchange.label, data, True) - 1
         self.pieces = 1
 
     def show_first(self, at: float, late: bool = False) -> None:
@@ -233,7 +239,7 @@ class Attempt:
         `mark`: the bytes that each output event contains, None if events are not counted so.
         `head`: the head of the answer that the client has.
         """
-        self.events, self.mark, self.response_head, self.seen_at = events, mark, head, monotonic()
+        self.surplus, self.mark, self.response_head, self.seen_at = events, mark, head, monotonic()
 
     def rewrite_head(self, head: Head) -> None:
         """Set the response head that the client gets in place of the replica's."""
@@ -296,16 +302,31 @@ class Attempt:
     def data(self, data: bytes) -> None:
         """Write a read of the answer to the client, or pass it to the handler if the client has nothing of it yet."""
         if self.state is ANSWERING:
-            if len(data) < TINY:
-                keep(self.tail, data)
-            else:
+            if self.single <= len(data) < self.double:
                 self.tail.append(data)
+            else:
+                self.search(data)
             self.pieces += 1
-            if self.mark is not None:
-                self.events += data.count(self.mark)
             self.client.write(data)
         else:
             self.handler.on_body(self, data)
+
+    def search(self, data: bytes) -> None:
+        """Keep a read among the last ones; in a stream with a `mark`, count its output events.
+
+        Reads between the size of the smallest one that had one event, and half as much again, are not searched later.
+        """
+        keep(self.tail, data)
+        if self.mark is not None:
+            events, size = data.count(self.mark), len(data)
+            self.surplus += events - 1
+            if events == 1 and size >= TINY and not 0 < self.single <= size:
+                self.single, self.double = size, size + size // 2
+
+    @property
+    def events(self) -> int:
+        """The number of output events of a stream, 0 where they are not counted."""
+        return self.pieces + self.surplus if self.mark is not None or self.exchange.metered else 0
 
     def end(self) -> None:
         self.upstream = None
@@ -347,8 +368,8 @@ class MeteredAttempt(Attempt):
 
     def data(self, data: bytes) -> None:
         if self.state is ANSWERING:
-            self.pieces += 1
             meter(self, data)
+            self.pieces += 1
             self.client.write(data)
         else:
             self.handler.on_body(self, data)
@@ -357,7 +378,7 @@ class MeteredAttempt(Attempt):
 def meter(attempt: Attempt, data: bytes) -> None:
     """Count the output events in a read of a metered answer, search it for usage, and keep it among the last reads."""
     if attempt.streams:
-        attempt.events += output_events(attempt.exchange.label, data, not attempt.events)
+        attempt.surplus += output_events(attempt.exchange.label, data, not attempt.events) - 1
     search, tail = attempt.usage, attempt.tail
     if search is not None:
         search.feed(data)
@@ -599,7 +620,7 @@ class Exchange:
         output events.
         """
         last = self.attempts[-1]
-        self.prompt, last.events = prompt, max(last.events, events)
+        self.prompt, last.surplus = prompt, max(last.surplus, events - last.pieces)
 
     @property
     def attempt(self) -> Attempt | None:

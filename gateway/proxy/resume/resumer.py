@@ -16,7 +16,7 @@ from ...http.upstream import Head, UpstreamError
 from ...prompt.api.resumable import repeated, terms_of, with_answer
 from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from ..exactness.forwarding import process_of
-from ..exchange import Attempt, Exchange, keep, meter
+from ..exchange import Attempt, Exchange, meter
 from ..failures.retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN
 from ..outgoing import Outgoing
 from ..placement.eligibility import Eligibility
@@ -69,14 +69,14 @@ class ResumableAttempt(Attempt):
 
     def write(self, data: bytes, error: UpstreamError | None = None) -> None:
         """Write the part of a read that the client gets (`data`), and fail the attempt if there is an error."""
+        if not data:
+            self.surplus -= 1
+        elif self.exchange.metered:
+            meter(self, data)
+        else:
+            self.search(data)
         self.pieces += 1
         if data:
-            if self.exchange.metered:
-                meter(self, data)
-            else:
-                if self.mark is not None:
-                    self.events += data.count(self.mark)
-                keep(self.tail, data)
             self.client.write(data)
         if error is not None:
             self.handler.failures.lost(self, error)

@@ -282,14 +282,14 @@ class Settling:
         """Account for a first leg (prefill) whose end no longer matters, as the second leg was answered or has failed.
 
         If both legs run at the same time, the first leg is given `TRAILS_SECONDS` (10 s) to end after the second leg's
-        answer has begun, since its own answer comes at about that time. If the second leg has failed, the first one is
-        dropped now. If an engine sent the first leg itself, its end is not seen here, so the load reserved for it is
+        answer has begun, since its own answer comes at about that time. It is dropped now if the second leg has failed,
+        or if it was not sent yet: then its body is freed with the client's. If an engine sent the first leg itself, its end is not seen here, so the load reserved for it is
         released now.
 
         `computed`: whether the second leg was answered, which shows that the prompt was computed.
         """
         if legs.first is not None:
-            if computed:
+            if computed and legs.first.sent_at:
                 asyncio.get_running_loop().call_later(TRAILS_SECONDS, self.drop_first, legs)
             else:
                 self.drop_first(legs)

@@ -17,6 +17,7 @@ CHOICES = {"choices": [{"index": 0, "message": {"role": "assistant", "content": 
 USED = {"prompt_tokens": 95, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
 COMPUTED = json.dumps(CHOICES | {"usage": USED}, separators=(",", ":")).encode()
 HANDED = json.dumps(CHOICES | {"usage": USED, "kv_transfer_params": PARAMETERS}, separators=(",", ":")).encode()
+KEEPS_NOTHING = json.dumps(CHOICES | {"usage": USED, "kv_transfer_params": None}).encode()
 STREAMED = LONG.replace(b"{", b'{"stream": true, ', 1)
 STREAM = SSE_HEAD + chunk(EVENT) + chunk(EVENT) + ENDS
 BEGUN = SSE_HEAD + chunk(EVENT)

@@ -4,12 +4,10 @@ is alike in all ways of passing caches on is here; what two legs at once and sid
 
 import asyncio
 import json
-import random
 from time import monotonic
 
 import pytest
 
-from gateway.proxy import settling
 from gateway.proxy.disagg import legs
 from policies import Demand, two_legs
 from replicas import State
@@ -20,6 +18,7 @@ from .legs import (
     BEGUN,
     CHOICES,
     HANDED,
+    KEEPS_NOTHING,
     MOONCAKE,
     NIXL,
     PARAMETERS,
@@ -45,7 +44,6 @@ from .legs import (
 from .replies import ANSWER, BODY, ENDS, EVENT, LONG, SSE_HEAD, chunk, post, reply
 from .stack import stack
 
-KEEPS_NOTHING = json.dumps(CHOICES | {"usage": USED, "kv_transfer_params": None}).encode()
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=[way.moves_by for way in WAYS])
 TWO_REQUESTS = pytest.mark.parametrize("way", [NIXL, MOONCAKE], ids=["nixl", "mooncake"])
@@ -614,67 +612,3 @@ async def test_a_request_that_takes_too_long(way):
         assert (await asks(s))[0] == 504
         await eventually(lambda: s.idle() and (p.left, d.left) == (1, way.at_once))
         assert s.metrics.leg_failures.total(reason="timeout") == s.metrics.legs.total(outcome="failed") == 1
-
-
-async def crowd(s, dice):
-    """Sixty clients that ask within 0.2 s, of which some leave at random."""
-
-    async def one(number):
-        await asyncio.sleep(dice.random() * 0.2)
-        talk = await s.say(post(LONG.replace(b"hi", b"%d" % number)))
-        if dice.random() < 0.4:
-            await asyncio.sleep(dice.random() * 0.03)
-            await talk.close()
-        else:
-            await talk.rest() if dice.random() < 0.1 else await talk.until(b"\r\n\r\n")
-
-    await asyncio.gather(*[one(number) for number in range(60)], return_exceptions=True)
-    for talk in s.talkers:
-        await talk.close()
-    await eventually(s.idle)
-
-
-class Forgetful(set):
-    """Else the first answer without parameters would end all legs."""
-
-    def add(self, _):
-        pass
-
-
-@pytest.mark.parametrize("seed", range(2))
-@EACH_WAY
-async def test_whatever_happens_nothing_stays_reserved_or_connected(way, seed, monkeypatch):
-    """Sixty requests: replicas that fail at random at every step, clients that leave at random."""
-    monkeypatch.setattr(settling, "TRAILS_SECONDS", 0.2)
-    dice = random.Random(seed)
-    errors = [b"500 Internal Server Error", b"502 Bad Gateway", b"503 Busy", b"400 Bad Request", b"403 No"]
-    first = [way.computed or b""] * 3
-    first += [first[0][:-3], first[0].replace(b"length", b"stop"), first[0].replace(b"length", b"abort"), KEEPS_NOTHING]
-
-    async def whatever(side, reader, writer):
-        await asyncio.sleep(dice.choice((0, 0, 0.002, 0.01)))
-        luck = dice.random()
-        if luck < 0.08:
-            return False
-        if luck < 0.16:
-            writer.write(reply(b"{}", dice.choice(errors)))
-        elif luck < 0.2:
-            return await side.gone(reader)
-        elif side.legs[-1] == "prefill":
-            writer.write(reply(dice.choice(first)))
-        else:
-            writer.write(BEGUN)
-            await writer.drain()
-            if luck < 0.27:
-                return False
-            writer.write(ENDS)
-
-    roles = ("prefill", "prefill", "decode", "decode", "both")
-    async with disaggregated(*[Side(whatever) for _ in roles], way=way, roles=roles) as s:
-        for backend in s.proxy.backends.values():
-            backend.keeps_nothing = Forgetful()
-        s.proxy.router.transfers.failed = lambda *pair: None  # else the first failure would end all legs
-        s.proxy.deadlines._idle_timeout = 1.0
-        await crowd(s, dice)
-        assert s.metrics.legs.total(leg="decode", outcome="complete") > 0
-        assert not any(x.legs for x in s.proxy.exchanges)

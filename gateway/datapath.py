@@ -219,9 +219,9 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
     """
     from .ops.reasons import describe, explained, legs_told
 
-    if (refused := proxy.own_paths.refusal(path, "POST")) is not None:
+    if (refused := proxy.door.refusal(path, "POST")) is not None:
         raise refused
-    prompt = await proxy.preparation.prompt(path, body, headers, from_tenant=proxy.handler.keys is not None)
+    prompt = await proxy.preparation.prompt(path, body, headers, from_tenant=proxy.door.keys is not None)
     now = monotonic()
     demand = proxy.placing.demand(prompt, now)
     targets = proxy.eligible.but_full(proxy.eligible.targets(prompt), now)

@@ -12,7 +12,6 @@ from .upstream import Head, Sink, Upstream, UpstreamError
 # The line with a chunk's size. It may begin with any number of zeros, but a size of more than eight other digits is
 # invalid, and must not match in part.
 CHUNK = re.compile(rb"(?=[0-9A-Fa-f])0*+([0-9A-Fa-f]{0,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")
-END_OF_BODY = b"0\r\n\r\n"
 # The end of an event in a stream, from engines that end lines with LF and from those that end them with CRLF.
 EVENT_ENDS = b"\n\n", b"\r\n\r\n"
 # The most bytes that the end of an event and the end of its chunk take together.
@@ -63,13 +62,26 @@ class Chunks:
         return b"".join(pieces)
 
 
-def framed(data: bytes) -> bytes:
-    """Return a chunk with this data; b"" for no data, since a chunk of size 0 would end the body."""
-    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+def framed(data: bytes, head: Head) -> bytes:
+    """Return data in the framing of the answer with this head: as a chunk if that is chunked, else unchanged.
+
+    Without data there is no chunk, since a chunk of size 0 would end the body.
+    """
+    return b"%x\r\n%b\r\n" % (len(data), data) if data and head.is_chunked else data
 
 
-def unchunked(data: bytes) -> bytes:
-    """Return a complete body without its chunked framing, or unchanged if the framing is invalid or has no end."""
+def end_of_body(head: Head) -> bytes:
+    """Return the bytes that end the body of the answer with this head; b"" if its framing has none."""
+    return b"0\r\n\r\n" if head.is_chunked else b""
+
+
+def unframed(data: bytes, head: Head) -> bytes:
+    """Return a complete body without its chunked framing; unchanged if that is invalid or has no end, or there is none.
+
+    `head`: the head of the answer.
+    """
+    if not head.is_chunked:
+        return data
     chunks = Chunks()
     try:
         body = chunks.feed(data)

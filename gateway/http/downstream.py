@@ -19,7 +19,7 @@ import httptools
 
 from replicas.pulse import Pulse
 
-from .chunks import END_OF_BODY, framed
+from .chunks import end_of_body, framed
 from .messages import (
     HEADER_BYTES,
     KEEP_ALIVE,
@@ -519,9 +519,10 @@ class Downstream(asyncio.Protocol):
         If the stream has chunked framing, the end of the body is written and the connection stays open, since closing
         it would fail the client's next request. Without that framing, closing the connection ends the stream.
         """
-        chunked = self.head is not None and self.head.is_chunked
-        self.write(framed(event) + END_OF_BODY if chunked else event)
-        self.finish(keep_alive=chunked)
+        head = self.head
+        assert head is not None  # of the stream
+        self.write(framed(event, head) + end_of_body(head))
+        self.finish(keep_alive=head.is_chunked)
 
     def release(self) -> None:
         """Drop the current request's body, which will not be needed again."""

@@ -3,7 +3,7 @@
 An `Exchange` is one client's request, an `Attempt` one try to have a replica answer it. Each step, and where its work
 is done:
 
-    handle           authenticate the API key, check the path, create the `Exchange`   tenants/, own_paths.py
+    handle           authenticate the API key, check the path, create the `Exchange`   door.py, tenants/
     (preparation)    parse the body, render the prompt, tokenize, hash its blocks      preparation.py, prompt/
     place            wait for room, choose a replica, reserve load on it               admission/, placement/, policies/
     start, _send     get a connection, write head and body to the replica              backend.py, exactness/, http/
@@ -36,39 +36,32 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MESSAGES, ApiError, compressed
+from ..errors import MESSAGES, ApiError
 from ..http.chunks import ChunkDecodingSink
 from ..http.downstream import Downstream
 from ..http.messages import Request
 from ..http.upstream import Upstream, UpstreamError
-from ..prompt.api.named import named_model
-from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import PROMPT_PATHS
-from ..tenants.handover import refusal_of_head
-from ..tenants.salting import salt_request
 from .admission.priorities import encoding_refusal
 from .disagg.legs import second_leg
+from .door import Door, refusal_of_coding
 from .exchange import NO_BUFFERING, Attempt, Exchange
 from .failures import retries
 from .failures.actions import Failures
 from .outgoing import BeforeSend, Outgoing
-from .own_paths import OwnPaths
 from .placement.placing import Placing
 from .preparation import Preparation
-from .responses import answers
 from .responses.answers import ERROR_MARK, ERROR_WITHIN, MEMBERS, MOST_HELD_BACK, Sight
 from .responses.judge import Judge
 from .responses.respelling import respelled
 from .responses.stored import PATH as RESPONSES
 from .responses.stored import Responses, referred_to
-from .resume.resumer import Resumer, is_open_ended, rest_error
+from .resume.resumer import Resumer, rest_error
 from .settling import Settling, cut_short
 from .states import TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
-    from ..tenants.keys import Keys
-    from ..tenants.metering import Metering
     from ..tenants.tenant import Tenant
     from .observers.traces import Traces
 
@@ -88,23 +81,20 @@ class Handler:
     """
 
     def __init__(
-        self, own_paths: OwnPaths, preparation: Preparation, placing: Placing, settling: Settling,
-        responses: Responses, metrics: Metrics,
-        *, retries: int, traces: Traces | None, keys: Keys | None, metering: Metering | None, metered: bool,
-        names_replica: bool, tells_cached: bool,
+        self, door: Door, preparation: Preparation, placing: Placing, settling: Settling, responses: Responses,
+        metrics: Metrics, *, retries: int, traces: Traces | None, metered: bool, names_replica: bool, tells_cached: bool,
     ):  # fmt: skip
         """Create a handler.
 
         `retries`: the number of retries per request.
-        `keys`, `metering`, `traces`: API keys, tenants' token limits and tracing; None where that feature is off.
+        `traces`: tracing; None if it is off.
         `metered`: count the tokens of all answers, for the usage log; otherwise only of answers to tenants.
         `names_replica`: add the response header `x-hitherto-replica`, with the replica's id.
         `tells_cached`: add the response header `x-hitherto-cached-tokens`, with the number of prompt tokens that the
             replica was predicted to have in its KV cache.
         """
-        self.own_paths, self._preparation, self.placing, self.settling = own_paths, preparation, placing, settling
-        self._responses, self._traces = responses, traces
-        self.keys, self._metering, self._metered = keys, metering, metered
+        self.door, self._preparation, self.placing, self.settling = door, preparation, placing, settling
+        self._responses, self._traces, self._metered = responses, traces, metered
         self._names_replica, self._tells_cached = names_replica, tells_cached
         # With service classes or limits: returns the header line that says how an answer was degraded, else b"".
         self.note: Callable[[Exchange, Attempt], bytes] | None = None
@@ -117,7 +107,7 @@ class Handler:
         self.judge = Judge(placing.eligible, settling, retries)
         self.failures = Failures(
             placing, settling, self.judge, metrics, self.under_way, self.start,
-            retries=retries, discreet=keys is not None,
+            retries=retries, discreet=door.keys is not None,
         )  # fmt: skip
         # (state, event) -> (next state, action), for `Exchange.happened`
         actors = {"Handler": self, "Failures": self.failures}
@@ -133,29 +123,27 @@ class Handler:
         A request for one of the gateway's own paths, such as `/v1/models`, is answered at once. Any other gets an
         `Exchange`, which is then refused or passed to `Preparation`.
         """
-        path = request.path
+        path, door = request.path, self.door
         label = PROMPT_PATHS.get(path)
         has_prompt = label is not None and request.method == "POST"
-        tenant = None if self.keys is None else self._authenticated(self.keys, client, request)
-        if (
-            not has_prompt
-            and not isinstance(tenant, ApiError)
-            and (answer := self._own_answer(request, tenant)) is not None
-        ):
-            answer(client, request, tenant)
-            return
+        tenant = None if door.keys is None else door.tenant_of(client, request)
+        if not has_prompt and not isinstance(tenant, ApiError):
+            if door.is_known_without_slash(path):
+                return self._redirect(client, request, tenant)
+            if (answer := door.answer_to(request, tenant)) is not None:
+                return answer(client, request, tenant)
         exchange = client.exchange = self._begin(client, request, label or "other")
         if self._metered:
             exchange.meter()
         if path.startswith(RESPONSES):
             exchange.refer_to(referred_to(request))
-        error = None if tenant is None else self._turned_down(exchange, tenant)
+        error = None if tenant is None else door.refusal_of_tenant(exchange, tenant)
         if error is None and self.writes_priorities:
             error = encoding_refusal(request)
-        if error is None and has_prompt and b"content-encoding" in request.named and (found := _coding(request)):
-            error = compressed(found)
-        if error is None and (not has_prompt or self.own_paths.draining):
-            error = self.own_paths.refusal(path, request.method, exchange.tenant)
+        if error is None and has_prompt and b"content-encoding" in request.named:
+            error = refusal_of_coding(request)
+        if error is None and (not has_prompt or door.draining):
+            error = door.refusal(path, request.method, exchange.tenant)
         if error is not None:
             exchange.refused(error)
         elif has_prompt:
@@ -175,48 +163,7 @@ class Handler:
         self.under_way.add(exchange)
         return exchange
 
-    def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
-        """Return the tenant that a request's API key belongs to, or the error for a request without a valid key.
-
-        Returns None for a path that needs no key. The client's connection notes whether there was a valid key. Without
-        one, the client may not send further requests ahead of the answer to this one.
-        """
-        tenant = keys.authenticate(request)
-        if tenant is None or isinstance(tenant, ApiError):
-            client.serve_stranger()
-        else:
-            client.stranger = False
-        return tenant
-
-    def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
-        """Return the error that refuses a tenant's request before its prompt is read; None if the request may go on.
-
-        Before that, the request is assigned to its tenant, whose tokens are counted. If there is no error, the tenant's
-        cache salt is written into the request's body.
-
-        `tenant`: the API key's tenant, or the error for an invalid key.
-        """
-        if isinstance(tenant, ApiError):
-            return tenant
-        exchange.belong_to(tenant)
-        if self._metering is not None and (over := self._metering.refusal(tenant)) is not None:
-            request = exchange.request
-            if len(request.body) <= OFFLOAD_BYTES:  # for the access log
-                exchange.names(named_model(request.header(b"content-type") or "", request.body))
-            return over
-        if (error := refusal_of_head(exchange.request, exchange.id)) is not None:
-            return error
-        return salt_request(exchange.request, tenant.cache_salt) if tenant.cache_salt is not None else None
-
-    def _own_answer(
-        self, request: Request, tenant: Tenant | None
-    ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
-        """Return the function with which the gateway answers a request itself; None for a request to be forwarded."""
-        if self.own_paths.is_known_without_slash(request.path):
-            return self._without_slash
-        return self.own_paths.answer_to(request, tenant)
-
-    def _without_slash(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
+    def _redirect(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
         """Answer 307 with the path without its trailing slash, as vLLM does; the client repeats the request there."""
         path, mark, query = request.target.partition(b"?")
         exchange = self._begin(client, request, "other")
@@ -386,7 +333,7 @@ class Handler:
             exchange.tells(self._responses.answered(attempt.backend.id, exchange.response, makes, data))
         attempt.first_read(data)
         if exchange.opened is None:
-            exchange.client.begin_answer(attempt.response_head, self._lines(exchange, attempt), data)
+            exchange.client.begin_answer(attempt.response_head, self.lines(exchange, attempt), data)
         else:
             exchange.client.write(data)
         upstream = attempt.upstream
@@ -396,7 +343,7 @@ class Handler:
         if error is not None:
             self.failures.failed(attempt, error)
 
-    def _lines(self, exchange: Exchange, attempt: Attempt) -> bytes:
+    def lines(self, exchange: Exchange, attempt: Attempt) -> bytes:
         """Return the header lines that the gateway adds to an answer."""
         head = attempt.response_head
         lines = b"" if self.note is None else self.note(exchange, attempt)
@@ -412,32 +359,6 @@ class Handler:
         if exchange.charge is not None:
             lines += exchange.charge.header_lines()
         return lines
-
-    def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """Send the client the head and the comments and pings that were held back, so that its connection stays alive.
-
-        These belong to no particular answer, so another replica can still answer. But the client then has the status
-        200, so an error can only be reported as an event of the stream.
-
-        `now`: in monotonic seconds.
-        """
-        head, data = attempt.response_head, attempt.withheld
-        if (
-            exchange.state is not ExchangeState.TRYING
-            or attempt.beginning is None
-            or not is_open_ended(head)
-            or not answers.has_grown(len(data), attempt.looked_at)
-            or not answers.keep_alives_end(attempt.beginning.body, False)
-        ):
-            return
-        data = attempt.release_keep_alives(answers.keep_alives_end(data, head.is_chunked), now)
-        if not data:
-            return
-        if exchange.opened is None:
-            exchange.client.begin_answer(head, self._lines(exchange, attempt), data)
-            exchange.opens(head)
-        else:
-            exchange.client.write(data)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
         """Relay the first bytes from the replica that resumes a stream."""
@@ -462,10 +383,3 @@ class Handler:
         self.under_way.discard(exchange)
         exchange.client.finish(not exchange.attempts[-1].response_head.until_close)
         self.settling.complete.add(exchange)
-
-
-def _coding(request: Request) -> str:
-    """Return the first content coding of a request's body other than `identity`, such as "gzip"; "" for none."""
-    values = [value for name, value in request.headers if name == b"content-encoding"]
-    codings = [one.strip().lower() for one in b",".join(values).decode("latin-1").split(",")]
-    return next((one for one in codings if one not in ("", "identity")), "")

@@ -21,12 +21,12 @@ from .admission.overload import Overload
 from .admission.priorities import Priorities, differ
 from .admission.queue import Queue
 from .backend import Backend
+from .door import Door, shutting_down
 from .exactness.forwarding import TokenIdForwarding
 from .failures.deadlines import Deadlines
 from .handle import Handler
 from .observers.figures import Figures
 from .observers.shadow import Shadows
-from .own_paths import OwnPaths, shutting_down
 from .placement.eligibility import Eligibility
 from .placement.model_refresh import ModelRefresh
 from .placement.placing import Placing
@@ -125,11 +125,10 @@ class Proxy:
         self.settling = settling = Settling(
             self.backends, router, metrics, self.forwarding, on_traffic, self.pulse, self.eligible.when_full
         )
-        self.own_paths = OwnPaths(self.eligible, settling, allow_paths, has_tenants=keys is not None)
+        self.door = Door(self.eligible, settling, allow_paths, keys, metering)
         self.handler = handler = Handler(
-            self.own_paths, self.preparation, self.placing, settling, responses, metrics, retries=retries,
-            traces=traces, keys=keys, metering=metering, metered=usage_log is not None, names_replica=response_headers,
-            tells_cached=cached_tokens_header,
+            self.door, self.preparation, self.placing, settling, responses, metrics, retries=retries, traces=traces,
+            metered=usage_log is not None, names_replica=response_headers, tells_cached=cached_tokens_header,
         )  # fmt: skip
         self.handle = handler.handle
         self.exchanges = handler.under_way
@@ -161,11 +160,11 @@ class Proxy:
 
     @property
     def draining(self) -> bool:
-        return self.own_paths.draining
+        return self.door.draining
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self.own_paths.draining = True
+        self.door.draining = True
 
     def refuse_unanswered(self) -> int:
         """Answer 503 to every request whose client has no byte of an answer yet; return how many these are."""

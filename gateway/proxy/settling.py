@@ -283,8 +283,8 @@ class Settling:
 
         If both legs run at the same time, the first leg is given `TRAILS_SECONDS` (10 s) to end after the second leg's
         answer has begun, since its own answer comes at about that time. It is dropped now if the second leg has failed,
-        or if it was not sent yet: then its body is freed with the client's. If an engine sent the first leg itself, its end is not seen here, so the load reserved for it is
-        released now.
+        or if it was not sent yet: then its body is freed with the client's. If an engine sent the first leg itself, its
+        end is not seen here, so the load reserved for it is released now.
 
         `computed`: whether the second leg was answered, which shows that the prompt was computed.
         """

@@ -20,7 +20,7 @@ from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, l
 from replicas.engines.transfer import PATHS, MeetingTransfer, with_first
 from replicas.names import bracketed
 
-from ...http.chunks import unchunked
+from ...http.chunks import unframed
 from ...http.upstream import Head, UpstreamError
 from ...prompt.prompt import as_variant
 from ..backend import Backend
@@ -339,9 +339,7 @@ class PrefillAttempt(Attempt):
         exchange, held = self.exchange, self.exchange.legs
         if held is None:
             return
-        answer = self.withheld
-        if self.response_head.is_chunked:
-            answer = unchunked(answer)
+        answer = unframed(self.withheld, self.response_head)
         found = self._read(exchange, held, answer)
         if isinstance(found, UpstreamError):
             self.handler.failures.failed(self, found)

@@ -14,7 +14,8 @@ from ...http.upstream import UpstreamError
 from ..exchange import Attempt, Exchange
 from ..handle import Handler
 from ..observers.figures import Figures
-from ..responses.answers import has_other_event, keeps_alive
+from ..responses.answers import has_grown, has_other_event, keep_alives_end, keeps_alive
+from ..resume.resumer import is_open_ended
 from ..states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
 
@@ -95,7 +96,7 @@ class Deadlines:
         # whole.
         passes = attempt.withheld and attempt.status == 200 and not first_leg
         if passes and ran > COMMENT_SECONDS and attempt.streams:
-            self._handler.pass_keep_alives(exchange, attempt, now)
+            self._pass_keep_alives(exchange, attempt, now)
         # From here on all bytes are relayed as they come. They may end within a comment, whose rest follows in the next
         # read. A resumed stream need not have announced anything, since only complete events of it are written.
         if (
@@ -128,6 +129,32 @@ class Deadlines:
                 self._settling.prefilled_elsewhere(legs, computed=True)
         elif not first_leg:
             self._settling.still_unanswered(attempt, now)
+
+    def _pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        """Send the client the head and the comments and pings that were held back, so that its connection stays alive.
+
+        These belong to no particular answer, so another replica can still answer. But the client then has the status
+        200, so an error can only be reported as an event of the stream.
+
+        `now`: in monotonic seconds.
+        """
+        head, data = attempt.response_head, attempt.withheld
+        if (
+            exchange.state is not ExchangeState.TRYING
+            or attempt.beginning is None
+            or not is_open_ended(head)
+            or not has_grown(len(data), attempt.looked_at)
+            or not keep_alives_end(attempt.beginning.body, False)
+        ):
+            return
+        data = attempt.release_keep_alives(keep_alives_end(data, head.is_chunked), now)
+        if not data:
+            return
+        if exchange.opened is None:
+            exchange.client.begin_answer(head, self._handler.lines(exchange, attempt), data)
+            exchange.opens(head)
+        else:
+            exchange.client.write(data)
 
     def _hangs(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
         """Fail an attempt if its request should move from a lost or unhealthy replica; return whether it was failed."""

@@ -69,7 +69,7 @@ class Decisions:
 
         Returns the decision as JSON data. Raises ApiError if the request is not valid, or no replica can take it.
         """
-        if (refused := self._proxy.own_paths.refusal(path, "POST")) is not None:
+        if (refused := self._proxy.door.refusal(path, "POST")) is not None:
             raise refused
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
             what = f"{len(self._open)} requests and {self._bytes >> 20} MiB"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import orjson
 
 from ...errors import error_body
-from ...http.chunks import unchunked
+from ...http.chunks import unframed
 from ..exchange import Attempt, Exchange
 
 
@@ -21,7 +21,7 @@ def respelled(exchange: Exchange, attempt: Attempt, data: bytes) -> bytes:
     `data`: the complete body, with its chunked framing.
     """
     head, path = attempt.response_head, exchange.request.path
-    message = None if head.get(b"content-encoding") else _message(unchunked(data) if head.is_chunked else data)
+    message = None if head.get(b"content-encoding") else _message(unframed(data, head))
     if message is None:
         return data
     body = error_body(path, attempt.status, message)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from ...http.chunks import END_OF_BODY, Chunks, framed
+from ...http.chunks import Chunks, framed
 from ...http.upstream import Head, UpstreamError
 from ..failures.retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
 from ..responses.answers import BOM, error_status
@@ -182,10 +182,9 @@ class StreamRecord:
     prompt: Prompt
     body: bytes = b""  # the request's body, as long as it may be sent again
     keeps_body: bool = False  # keep the body even when the client has text, since decoding is greedy
-    # What the client has: the head of the first replica's answer, whether it has chunked framing, the index of that
-    # attempt, and the number of output events.
+    # What the client has: the head of the first replica's answer, the index of that attempt, and the number of output
+    # events.
     head: Head | None = None
-    chunked: bool = False
     first: int = 0
     events: int = 0
     # The parsing of the present replica's answer: the decoder of chunked framing (None without framing), and the bytes
@@ -256,7 +255,6 @@ class StreamRecord:
         """
         self.head, self.first, self.body, self.keeps_body = head, first, body, keeps_body
         self.read_from(head)
-        self.chunked = self.chunks is not None
 
     def read_from(self, head: Head) -> None:
         """Begin to parse the answer that has this head."""
@@ -287,22 +285,14 @@ class StreamRecord:
                 self.lose(self.lost or "events")
                 out.append(self._shown(bytes(self.part)))
                 self.part.clear()
-        return self.framed(b"".join(out)), error
+        assert self.head is not None
+        return framed(b"".join(out), self.head), error
 
     def take_last(self) -> tuple[bytes, UpstreamError | None]:
         """Record the end of the body, and return what `take` returns; the last event may lack its blank line."""
         self.chunks, part = None, bytes(self.part)
         passes = part and (self.is_unread or read(self.label, part).kind is not Kind.STRANGE)
         return self.take(b"\n\n") if passes else (b"", None)
-
-    def framed(self, events: bytes) -> bytes:
-        """Return events in the framing of the client's response: as a chunk if that is chunked."""
-        return framed(events) if self.chunked else events
-
-    @property
-    def end(self) -> bytes:
-        """The bytes that end the body of the client's response."""
-        return END_OF_BODY if self.chunked else b""
 
     def _events(self, data: bytes) -> list[bytes]:
         """Return the events that a read of the body completes, with LF as line end; keep the rest in `part`."""

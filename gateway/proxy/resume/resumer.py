@@ -12,6 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from ...errors import ApiError, error_event
+from ...http.chunks import end_of_body, framed
 from ...http.upstream import Head, UpstreamError
 from ...prompt.api.resumable import repeated, terms_of, with_answer
 from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -180,15 +181,17 @@ class Resumer:
 
         If only the last event is missing, the gateway writes it.
         """
+        head = record.head
+        assert head is not None
         written, error = self.taken(attempt, record, record.take_last())
         if error is None and not record.is_unread and record.lacks_end:
-            written += record.framed(record.closing_events())
+            written += framed(record.closing_events(), head)
         if error is None and not record.complete and not record.is_unread:
             error = UpstreamError(CLOSED, "ended its stream before the last event")
         if written or error is not None:
             attempt.write(written, error)
         if error is None:
-            attempt.client.write(record.end)
+            attempt.client.write(end_of_body(head))
             attempt.handler.on_complete(attempt)
 
     def taken(
@@ -343,7 +346,8 @@ class Resumer:
 
     def _close(self, exchange: Exchange, record: StreamRecord) -> None:
         """Write the end of a stream whose client has all of its text, and finish the request."""
-        data = record.framed(record.closing_events()) + record.end
+        assert record.head is not None
+        data = framed(record.closing_events(), record.head) + end_of_body(record.head)
         exchange.attempts[-1].tail.append(data)  # not by `meter`, since these are no output events
         exchange.client.write(data)
         self._metrics.continued_streams.inc(OVER)

@@ -298,7 +298,7 @@ async def test_with_keys_in_force_explain_refuses_what_tenants_may_not_ask(path,
     async with decisions(1) as (s, d):
         sent = path, body, {"content-type": "application/json"}
         assert (await datapath.explain(s.proxy, *sent))["choice"] == "127.0.0.1:9"
-        monkeypatch.setattr(s.proxy.handler, "keys", object())
+        monkeypatch.setattr(s.proxy.door, "keys", object())
         failure = await refused(datapath.explain(s.proxy, *sent))
         assert (failure.status, failure.code, failure.param) == (400, "field_not_allowed", "kv_transfer_params")
         assert (await d.decide(*sent))["replica"] == "127.0.0.1:9", "its caller asks clients for their keys"

@@ -5,10 +5,8 @@ import asyncio
 import errno
 import json
 import os
-import random
 import socket
 import time
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -349,51 +347,6 @@ async def test_an_upload_that_a_stop_comes_before_is_answered_in_its_clients_for
         assert s.metrics.rejections.values == {("shutting_down",): 1}
         await talk.close()
         assert await ended == 0
-
-
-async def test_after_any_mix_of_requests_nothing_is_left():
-    """Clients that leave, replicas that die at every point, retries: the ledger reads zero in the end."""
-    rng = random.Random(3)
-
-    async def chaos(reader, writer):
-        while True:
-            await read_request(reader)
-            fate = rng.random()
-            if fate < 0.1:
-                return
-            if fate < 0.2:
-                writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
-                continue
-            writer.write(SSE_HEAD)
-            if fate < 0.3:
-                return
-            for _ in range(rng.randrange(1, 6)):
-                writer.write(chunk(EVENT))
-                await writer.drain()
-                await asyncio.sleep(0)
-            if fate < 0.4:
-                return
-            if fate < 0.5:
-                writer.write(b"ff\r\ntorn")
-                await writer.drain()
-                return
-            writer.write(b"0\r\n\r\n")
-
-    async def client(s):
-        for _ in range(40):
-            talk = await s.say(post())
-            if rng.random() < 0.3:
-                if rng.random() < 0.5:
-                    await talk.until(b"\r\n")
-            else:
-                with suppress(asyncio.IncompleteReadError, ConnectionError):
-                    await talk.response()
-            await talk.close()
-
-    async with stack(chaos, chaos, chaos, ports=[free_port()]) as s:
-        await asyncio.gather(*(client(s) for _ in range(25)), return_exceptions=False)
-        await eventually(s.idle)
-        assert s.metrics.requests.total() == 1000
 
 
 async def test_a_replica_removed_under_a_request_lets_it_end_and_leaves_no_trace():

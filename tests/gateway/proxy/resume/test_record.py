@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.http.chunks import Chunks
+from gateway.http.chunks import Chunks, framed
 from gateway.http.upstream import Head, UpstreamError
 from gateway.prompt import Prompt
 from gateway.prompt.api.resumable import terms_of
@@ -221,7 +221,7 @@ def test_breaks_at_any_byte_leave_no_trace(label, way, sizes, where, reads, time
         if way == IDS and (not one.prompt_ids or one.has_all_text):  # nothing was written, or all
             if one.has_all_text:
                 one.break_off("closed", 0)
-                body += one.framed(one.closing_events())
+                body += framed(one.closing_events(), HEAD)
             break
         ids = go_on(one, way)
         one.read_from(HEAD)

@@ -1,4 +1,8 @@
-"""The paths that the gateway answers itself (`/v1/models`, `/v1/models/NAME`, `/health`); the check of all others."""
+"""What is decided about a request before its prompt is read.
+
+Which tenant's API key it has, whether the gateway answers it itself (`/v1/models`, `/v1/models/NAME`, `/health`), and
+whether it is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,23 @@ import orjson
 from replicas.ask import GATEWAY
 
 from .. import __version__
-from ..errors import JSON, ApiError, error_body
+from ..errors import JSON, ApiError, compressed, error_body
 from ..http.downstream import Downstream
 from ..http.messages import Request
+from ..prompt.api.named import named_model
+from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import PROMPT_PATHS
+from ..tenants.handover import refusal_of_head
+from ..tenants.salting import salt_request
 from .paths import MODELS, AllowedPaths, model_in, refusal
 from .placement.eligibility import Eligibility
 from .settling import Settling
 
 if TYPE_CHECKING:
+    from ..tenants.keys import Keys
+    from ..tenants.metering import Metering
     from ..tenants.tenant import Tenant
+    from .exchange import Exchange
 
 GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # shows other gateways that this is not an engine
 READ_ONLY = (b"allow", b"GET, HEAD, OPTIONS")
@@ -28,19 +39,56 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 Answer = Callable[[Downstream, Request, "Tenant | None"], None]
 
 
-class OwnPaths:
-    """The gateway's answers for its own paths, and its errors for paths and methods that it does not forward."""
+class Door:
+    """The check of API keys, the gateway's answers for its own paths, and its errors for what it does not forward."""
 
-    def __init__(self, eligible: Eligibility, settling: Settling, allow_paths: Sequence[str], has_tenants: bool):
+    def __init__(
+        self, eligible: Eligibility, settling: Settling, allow_paths: Sequence[str], keys: Keys | None, metering: Metering | None
+    ):  # fmt: skip
         """Create the answers and the list of paths that are forwarded.
 
         `allow_paths`: values of `--allow-path`.
-        `has_tenants`: whether API keys are required; errors then do not mention what only operators can do.
+        `keys`, `metering`: API keys and tenants' token limits, None without them. With keys, errors do not mention what
+            only operators can do.
         """
-        self._eligible, self._settling, self._has_tenants = eligible, settling, has_tenants
+        self._eligible, self._settling, self.keys, self._metering = eligible, settling, keys, metering
         self.allowed = AllowedPaths(allow_paths)
         self.draining = False  # the gateway shuts down and refuses new requests
         self._local: dict[str, Answer] = {MODELS: self._list_models, "/health": self._health}
+
+    def tenant_of(self, client: Downstream, request: Request) -> Tenant | ApiError | None:
+        """Return the tenant that a request's API key belongs to, or the error for a request without a valid key.
+
+        Returns None for a path that needs no key. The client's connection notes whether there was a valid key. Without
+        one, the client may not send further requests ahead of the answer to this one.
+        """
+        assert self.keys is not None
+        tenant = self.keys.authenticate(request)
+        if tenant is None or isinstance(tenant, ApiError):
+            client.serve_stranger()
+        else:
+            client.stranger = False
+        return tenant
+
+    def refusal_of_tenant(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
+        """Return the error that refuses a tenant's request before its prompt is read; None if the request may go on.
+
+        Before that, the request is assigned to its tenant, whose tokens are counted. If there is no error, the tenant's
+        cache salt is written into the request's body.
+
+        `tenant`: the API key's tenant, or the error for an invalid key.
+        """
+        if isinstance(tenant, ApiError):
+            return tenant
+        exchange.belong_to(tenant)
+        if self._metering is not None and (over := self._metering.refusal(tenant)) is not None:
+            request = exchange.request
+            if len(request.body) <= OFFLOAD_BYTES:  # for the access log
+                exchange.names(named_model(request.header(b"content-type") or "", request.body))
+            return over
+        if (error := refusal_of_head(exchange.request, exchange.id)) is not None:
+            return error
+        return salt_request(exchange.request, tenant.cache_salt) if tenant.cache_salt is not None else None
 
     def answer_to(self, request: Request, tenant: Tenant | None) -> Answer | None:
         """Return the function that answers a request for one of the gateway's own paths; None for other requests.
@@ -79,7 +127,7 @@ class OwnPaths:
         elif path not in self.allowed:
             if (model := model_in(path)) is not None:
                 return self._no_model(model, method, tenant)
-            return ApiError(404, refusal(path, self._has_tenants), code="path_not_allowed")
+            return ApiError(404, refusal(path, self.keys is not None), code="path_not_allowed")
         if method not in METHODS:
             return ApiError(
                 405, f"{method} is not supported", headers=[(b"allow", ", ".join(sorted(METHODS)).encode())]
@@ -135,6 +183,13 @@ class OwnPaths:
             client.reply(200, b"", [GATEWAY_SIGN])
         else:
             client.reply(503, error_body("", 503, "no replica is ready"), [*JSON, GATEWAY_SIGN])
+
+
+def refusal_of_coding(request: Request) -> ApiError | None:
+    """Return the error for a request whose body has another content coding than `identity`, such as "gzip"; or None."""
+    values = [value for name, value in request.headers if name == b"content-encoding"]
+    codings = [one.strip().lower() for one in b",".join(values).decode("latin-1").split(",")]
+    return next((compressed(one) for one in codings if one not in ("", "identity")), None)
 
 
 def shutting_down() -> ApiError:

@@ -91,7 +91,7 @@ class Failures:
             # gracefully, even if its state does not show that yet. A crash would have closed all of them.
             attempt.had_whole and not (replica.ends or (error.kind == retries.CONNECT and self.holds(replica.engine))),
             unread=error.unread,
-            alone=error.unread and not self.judge.others(exchange, attempt),
+            alone=error.unread and not self.judge.left(exchange, attempt)[1],
             agreed=error.kind == retries.ERROR_ANSWER and bool(seen := exchange.unattributed_errors) and settled(seen),
         )
         if (legs := exchange.legs) is not None:
@@ -181,7 +181,7 @@ class Failures:
         self.placing.pulls.failed(exchange, attempt, kind)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
             if following is not Next.LEGS:
-                exchange.rule_out(self.judge.tried(exchange, attempt))
+                exchange.rule_out(self.judge.left(exchange, attempt)[0])
             exchange.used(KINDS[kind].counts)
         exchange.crashed(exchange.crashes.after(failed))
         if following is Next.LOST:

@@ -52,7 +52,7 @@ class Judge:
         doubtful = status in DOUBTFUL and exchange.response is None and (has_prompt or kind in OVERLOADED)
         if (status in retries.RETRYABLE or doubtful) and self._record_and_ask_another(exchange, attempt, kind):
             return UpstreamError(kind, f"answered {status}")
-        if status == 404 and exchange.response is not None and self.others(exchange, attempt):
+        if status == 404 and exchange.response is not None and self.left(exchange, attempt)[1]:
             return UpstreamError(retries.ELSEWHERE, "answered 404")
         return self._ours(attempt, status, str(status))
 
@@ -142,25 +142,23 @@ class Judge:
 
         `kind`: the kind of failure, one of `retries.KINDS`; "" if nothing has failed yet.
         """
-        left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
-        return exchange.attempts_used < self._retries and left
+        if exchange.attempts_used >= self._retries:
+            return False
+        return attempt.could_not_fetch(kind) or bool(self.left(exchange, attempt)[1])
 
-    def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
-        """Return the replicas that are left to try if this attempt fails."""
-        return self._eligible.remaining(exchange.prompt, self.tried(exchange, attempt), exchange.model)
+    def left(self, exchange: Exchange, attempt: Attempt) -> tuple[tuple[Backend, ...], list[Backend]]:
+        """Return (the replicas that are not sent the request again, those left to try) if this attempt fails.
 
-    def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
-        """Return the replicas that are not sent the request again if this attempt fails.
-
-        These are all that have failed it. But if no other replica is left, a decoder that only failed to fetch the
+        The former are all that have failed it. But if no other replica is left, a decoder that only failed to fetch the
         prompt's KV cache from another replica may be asked again, since it can compute the prompt itself.
         """
-        tried = (*exchange.tried, attempt.backend)
-        if self._eligible.remaining(exchange.prompt, tried, exchange.model):
-            return tried
+        prompt, model, tried = exchange.prompt, exchange.model, (*exchange.tried, attempt.backend)
+        if others := self._eligible.remaining(prompt, tried, model):
+            return tried, others
         last = {one.backend: one for one in exchange.attempts}
         able = {backend for backend, one in last.items() if one.could_not_fetch(getattr(one.error, "kind", ""))}
-        return tuple(one for one in tried if one not in able)
+        tried = tuple(one for one in tried if one not in able)
+        return tried, self._eligible.remaining(prompt, tried, model) if able else []
 
 
 def _foreign(what: str) -> UpstreamError:

@@ -1,6 +1,7 @@
 """Replicas that hang, or only look like it: when a request that has no byte leaves one."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -10,6 +11,14 @@ from replicas.engines.vllm.metrics import NAMES
 from ..http.talk import eventually
 from .replies import ANSWER, EVENT, SSE_HEAD, answers, chunk, post, reply, says
 from .stack import stack
+
+
+@asynccontextmanager
+async def steady(*scripts, **options):
+    """A stack that does not notice if this process stands still: the tests say what time it is."""
+    async with stack(*scripts, **options) as s:
+        s.proxy.pulse.stop()
+        yield s
 
 
 async def until_sent(s, count=1):
@@ -22,7 +31,7 @@ async def until_sent(s, count=1):
 async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state, patience):
     """The head alone is no first byte."""
 
-    async with stack(says(SSE_HEAD), answers(), request_timeout=60.0) as s:
+    async with steady(says(SSE_HEAD), answers(), request_timeout=60.0) as s:
         ill, well = s.proxy.backends.values()
         s.becomes(well.replica, State.DRAINING)
         talk = await s.say(post())
@@ -49,7 +58,7 @@ async def test_a_request_that_has_left_a_slow_replica_stays_with_the_next():
     """All of a machine that is overloaded look unwell by turns, and still answer."""
     wait = asyncio.Event()
     slow = says(wait, reply())
-    async with stack(slow, slow, slow, retries=5, request_timeout=120.0) as s:
+    async with steady(slow, slow, slow, retries=5, request_timeout=120.0) as s:
         talk = await s.say(post())
         for count in (1, 2):
             _, attempt = await until_sent(s, count)
@@ -69,7 +78,7 @@ async def test_what_an_engine_has_stays_there_while_its_counters_move(state):
     """Whatever it answers to newcomers: one that drains fails those. Its own limit ends it, not its replica's state."""
     wait = asyncio.Event()
     slow = says(wait, reply())
-    async with stack(slow, slow, request_timeout=1000.0) as s:
+    async with steady(slow, slow, request_timeout=1000.0) as s:
         talk = await s.say(post())
         exchange, attempt = await until_sent(s)
         replica = attempt.backend.replica
@@ -85,7 +94,7 @@ async def test_what_an_engine_has_stays_there_while_its_counters_move(state):
 
 async def test_a_request_leaves_an_engine_that_ends_and_stands_still_and_that_is_no_crash():
     """Three replaced in turn, more than it has attempts: it ends at the fourth."""
-    async with stack(*[says(SSE_HEAD)] * 3, answers(), retries=1, request_timeout=1000.0) as s:
+    async with steady(*[says(SSE_HEAD)] * 3, answers(), retries=1, request_timeout=1000.0) as s:
         *ending, _ = s.proxy.backends.values()
         talk = await s.say(post())
         for count in range(1, 4):
@@ -108,7 +117,7 @@ async def test_a_request_leaves_an_engine_that_ends_and_stands_still_and_that_is
 @pytest.mark.parametrize("others", [[], [answers()]], ids=["all end", "one is well"])
 async def test_a_connection_that_an_engine_breaks_as_it_ends_is_no_crash(others):
     """Its time is over, and it is killed. Where all engines end, a client that has nothing is told to come again."""
-    async with stack(*[says(SSE_HEAD)] * 3, *others, retries=1) as s:
+    async with steady(*[says(SSE_HEAD)] * 3, *others, retries=1) as s:
         talk = await s.say(post())
         for count in range(1, 4):
             _, attempt = await until_sent(s, count)
@@ -124,7 +133,7 @@ async def test_a_connection_that_an_engine_breaks_as_it_ends_is_no_crash(others)
 
 async def test_a_stream_from_an_engine_that_ends_may_pause_for_its_own_limit():
     """Unless nothing is computed any more: then as of one that is lost."""
-    async with stack(says(SSE_HEAD + chunk(EVENT)), request_timeout=1000.0, idle_timeout=120.0) as s:
+    async with steady(says(SSE_HEAD + chunk(EVENT)), request_timeout=1000.0, idle_timeout=120.0) as s:
         talk = await s.say(post())
         await talk.until(b"\n\n\r\n")
         (exchange,) = s.proxy.exchanges

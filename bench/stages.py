@@ -190,6 +190,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
         watch.time(proxy.router.map, "expect", "expect: note what will be held")
         watch.time(Request, "forwarded", "request head")
         watch.time(Downstream, "begin_answer", "response head")
+        watch.time(proxy.handler, "lines", "response head")
         watch.time(proxy.settling, "_settle", "settle: compare, count")
     client = Downstream(server.clients)
     client.connection_made(NoTransport())

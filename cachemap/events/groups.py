@@ -252,7 +252,7 @@ class GroupEvents:
             is_told = not self.whole and event.block_size >= self._block_size
             for number, (key, block) in enumerate((yield from self._named(event)), 1):
                 if block:
-                    if key not in pending.stored:
+                    if key not in pending.stored:  # an event that names a block twice means one copy
                         pending.store(key, block)
                 elif is_told:
                     self.orphans += 1

@@ -131,7 +131,7 @@ class Downstream(asyncio.Protocol):
         self.exchange: Responder | None = None
         self.current: Request | None = None
         self.waiting: deque[Request | Refusal] = deque()
-        self.head: Head | None = None  # that of the last replica's answer that was begun
+        self.head: Head | None = None  # of the last replica's answer that was begun here, until idle
         self.rest, self.rest_at = b"", 0
         self.held, self.answering, self.stranger, self.crowded = 0, 0, False, False
         self._clear()
@@ -164,7 +164,7 @@ class Downstream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection keeps, and end the request that is being answered.
 
-        The object that answers it is told whether the server ended the connection (`cut`) or the client
+        The object that answers it is told whether the server ended the connection (`shut_down`) or the client
         (`client_gone`).
         """
         self.clients.room.leave(self)
@@ -546,6 +546,7 @@ class Downstream(asyncio.Protocol):
         elif self.expects:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         elif not (self.reading or self.rest):
+            self.head = None
             self.clients.room.idle[self] = None
 
     def abort(self) -> None:

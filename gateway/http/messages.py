@@ -78,9 +78,9 @@ class Responder(Protocol):
     """The object that answers a request, whose methods the client's connection calls.
 
     `client_gone`: the client has left.
-    `cut`: the server ends before the answer does.
-    `pause`: the client reads more slowly than the answer comes.
-    `resume`: the client has caught up.
+    `shut_down`: the server ends before the answer does.
+    `pause_reading`: the client reads more slowly than the answer comes.
+    `resume_reading`: the client has caught up.
     """
 
     def client_gone(self) -> None: ...

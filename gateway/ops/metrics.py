@@ -359,7 +359,7 @@ class Metrics:
     prompt_mismatches = Counter("Exact prompts of which the replica counted another number of tokens", replica=LATER)
     heals = Counter("Times a replica's part of the map was repaired because it had drifted", replica=LATER)
     # choosing and sending
-    replica_requests = Counter("Requests by the replica that was sent them last, and how they ended", replica=LATER, status=STATUSES)
+    replica_requests = Counter("Requests by the replica sent them last, first legs by their prefiller, and how they ended", replica=LATER, status=STATUSES)
     long_prompts = Counter("Prompts worth tokenizing only once, by what the replica was sent", replica=LATER, sent=("ids", "text"))
     ids_refused = Counter("Times a replica was found not to take token ids, or not ours", replica=LATER)
     token_id_checks = Counter("Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's",

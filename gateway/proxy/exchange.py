@@ -57,6 +57,8 @@ log = logging.getLogger("hitherto.proxy")
 TAIL = 4
 # Successive reads of fewer bytes than this are joined, so that many tiny reads do not push the usage out of the TAIL.
 TINY = 128
+# The longest read that is taken for one output event by its size: a longer event may come in several reads of one size.
+LONGEST_SINGLE = 1024
 # How many last bytes of each kept read remain in memory once the client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
@@ -106,16 +108,17 @@ class Attempt:
     seen_late: bool = False  # bytes were relayed before output was seen in them, so `first_at` is later than in truth
     tail: deque[bytes] = field(default_factory=partial(deque, maxlen=TAIL))  # the last reads of the answer
     pieces: int = 0  # the number of reads
-    # `mark`: the bytes that each output event contains, for a stream whose client requested no usage. `surplus`: how
-    # many more output events there were than reads, counted in such streams and in metered ones. `usage`: the search
-    # for the usage of a metered answer, once its key was found.
+    # `mark`: the bytes that each output event contains, for a stream whose client requested no usage. `extra_events`:
+    # how many more output events there were than reads, counted in such streams and in metered ones; as long as there
+    # was no read, the number of events of the stream that the attempt resumes. `usage`: the search for the usage of a
+    # metered answer, once its key was found.
     mark: bytes | None = None
-    surplus: int = 0
+    extra_events: int = 0
     usage: UsageSearch | None = None
-    # A read with at least `single` and fewer than `double` bytes is not searched: in a stream with a `mark` it has one
-    # output event, and other answers need no search.
-    single: int = TINY
-    double: int = sys.maxsize
+    # In a stream with a `mark`, a read of at least `one_from` and fewer than `one_below` bytes is taken for one output
+    # event without a search. In other answers, only reads below `TINY` need `search`, to be joined.
+    one_from: int = TINY
+    one_below: int = sys.maxsize
     pauses: int = 0  # how often reading was paused, since the client did not keep up
     seen_pieces: int = 0  # `pieces` when the sweep last found new ones, at `seen_at`
     seen_at: float = 0.0
@@ -213,8 +216,8 @@ class Attempt:
             self.tail.append(data)
             if self.streams and prompt is not None and not prompt.include_usage:  # no usage will tell its tokens
                 self.mark = OUTPUT_MARKS.get(exchange.label, ANY_EVENT)
-                self.single = self.double = 0
-                self.surplus = output_events(exchange.label, data, True) - 1
+                self.one_from = self.one_below = 0
+                self.extra_events = output_events(exchange.label, data, True) - 1
         self.pieces = 1
 
     def show_first(self, at: float, late: bool = False) -> None:
@@ -239,7 +242,7 @@ class Attempt:
         `mark`: the bytes that each output event contains, None if events are not counted so.
         `head`: the head of the answer that the client has.
         """
-        self.surplus, self.mark, self.response_head, self.seen_at = events, mark, head, monotonic()
+        self.extra_events, self.mark, self.response_head, self.seen_at = events, mark, head, monotonic()
 
     def rewrite_head(self, head: Head) -> None:
         """Set the response head that the client gets in place of the replica's."""
@@ -302,7 +305,7 @@ class Attempt:
     def data(self, data: bytes) -> None:
         """Write a read of the answer to the client, or pass it to the handler if the client has nothing of it yet."""
         if self.state is ANSWERING:
-            if self.single <= len(data) < self.double:
+            if self.one_from <= len(data) < self.one_below:
                 self.tail.append(data)
             else:
                 self.search(data)
@@ -319,14 +322,16 @@ class Attempt:
         keep(self.tail, data)
         if self.mark is not None:
             events, size = data.count(self.mark), len(data)
-            self.surplus += events - 1
-            if events == 1 and size >= TINY and not 0 < self.single <= size:
-                self.single, self.double = size, size + size // 2
+            self.extra_events += events - 1
+            if events == 1 and TINY <= size <= LONGEST_SINGLE and not 0 < self.one_from <= size:
+                self.one_from, self.one_below = size, size + size // 2
 
     @property
     def events(self) -> int:
-        """The number of output events of a stream, 0 where they are not counted."""
-        return self.pieces + self.surplus if self.mark is not None or self.exchange.metered else 0
+        """The number of output events of a stream; 0 where none are counted, as in answers that are not streamed."""
+        exchange = self.exchange  # None for a request that another proxy forwards
+        counts = self.mark is not None or (self.streams and exchange is not None and exchange.metered)
+        return self.pieces + self.extra_events if counts else 0
 
     def end(self) -> None:
         self.upstream = None
@@ -378,7 +383,8 @@ class MeteredAttempt(Attempt):
 def meter(attempt: Attempt, data: bytes) -> None:
     """Count the output events in a read of a metered answer, search it for usage, and keep it among the last reads."""
     if attempt.streams:
-        attempt.surplus += output_events(attempt.exchange.label, data, not attempt.events) - 1
+        first = not (attempt.pieces + attempt.extra_events)
+        attempt.extra_events += output_events(attempt.exchange.label, data, first) - 1
     search, tail = attempt.usage, attempt.tail
     if search is not None:
         search.feed(data)
@@ -499,7 +505,7 @@ class Exchange:
     # --- what happens to it; only the methods of this class assign its fields
 
     def happened(self, event: ExchangeEvent, detail: Any = None) -> None:
-        """Set the next state after an event, then call the action that follows, a method of the handler's.
+        """Set the next state after an event, then call the action that follows, a method of `Handler` or of `Failures`.
 
         `states.TRANSITIONS` lists state and action by present state and event. If it does not list them, this is a bug
         of the gateway, and raises KeyError.
@@ -617,10 +623,10 @@ class Exchange:
         """Set the prompt and the number of output events of a whole stream that several replicas wrote, for accounting.
 
         `prompt`: the client's own prompt, in place of the one that asked for the stream's rest. `events`: the number of
-        output events.
+        output events, which holds only if the last attempt has joined the stream.
         """
         last = self.attempts[-1]
-        self.prompt, last.surplus = prompt, max(last.surplus, events - last.pieces)
+        self.prompt, last.extra_events = prompt, max(last.extra_events, events - last.pieces)
 
     @property
     def attempt(self) -> Attempt | None:
@@ -660,7 +666,7 @@ class Exchange:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the last attempt resumes a stream that another replica began."""
+        """Whether the stream has broken off, so that the last attempt resumes it or is the one that failed."""
         return self.stream_record is not None and self.stream_record.breaks > 0
 
     @property

@@ -13,15 +13,16 @@ is done:
     on_complete      end the attempt after the answer's last byte
     settle           learn costs from the answer, update metrics                       settling.py, observers/
 
-If the connection closes, `Attempt.lost` passes that to `Failures` (failures/actions.py), as this class does with an
-answer that the client must not get. What follows is decided by `failures/retries.py`: another attempt (`retry`), an
-error to the client (`answer_error`), the end of an answer that is under way (`cut`), or its continuation by another
-replica (`resume`, then `join` here). All of them end in `Settling.ended`.
+`Failures` (failures/actions.py) handles what goes wrong. `Attempt.lost` calls it when a connection closes, and this
+class when the client must not get an answer. What follows is decided by `failures/retries.py`: another attempt
+(`retry`), an error to the client (`answer_error`), the end of an answer that is under way (`cut`), or its continuation
+by another replica (`resume`, then `join` here). Every request ends in `Settling.ended`.
 
 A step that has a result calls `Exchange.happened` with an event. The tables in `states` give the exchange's next state
 and the next action. An action is a method of `Handler`, or of `Failures` (failures/) where something has failed. All
-modules read the fields of exchanges and attempts, and only methods in exchange.py and its subclasses, named after what
-has happened, assign them. Later reads come to `data` of `Attempt`, of `MeteredAttempt` or of `ResumableAttempt`.
+modules read the fields of exchanges and attempts, and only the methods of these classes and of their subclasses, named
+after what has happened, assign them. Later reads come to `data` of `Attempt`, of `MeteredAttempt` or of
+`ResumableAttempt`.
 
 Two features have packages of their own. In `disagg` a request has two legs: one replica computes the prompt (prefill),
 another writes the answer (decode). In `resume` another replica goes on with a stream whose replica failed. One
@@ -339,6 +340,8 @@ class Handler:
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
             # No retry can follow. Where token ids are left, `TokenIdForwarding` may still send the body to check them.
+            if exchange.legs is not None:
+                self.settling.drop_unsent(exchange.legs)
             exchange.forget_body()
         if error is not None:
             self.failures.failed(attempt, error)

@@ -140,7 +140,7 @@ class Preparation:
                 exchange.run_isolated(exchange.refused, error)
 
         metering.claim(charge, decided)
-        placed = None  # if Redis decides, the batch is over by then
+        placed = None  # `decided` may be called only later, by Redis: the batch is over by then
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

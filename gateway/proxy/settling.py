@@ -282,14 +282,14 @@ class Settling:
         """Account for a first leg (prefill) whose end no longer matters, as the second leg was answered or has failed.
 
         If both legs run at the same time, the first leg is given `TRAILS_SECONDS` (10 s) to end after the second leg's
-        answer has begun, since its own answer comes at about that time. It is dropped now if the second leg has failed,
-        or if it was not sent yet: then its body is freed with the client's. If an engine sent the first leg itself, its
-        end is not seen here, so the load reserved for it is released now.
+        answer has begun, since its own answer comes at about that time. If the second leg has failed, the first one is
+        dropped now. If an engine sent the first leg itself, its end is not seen here, so the load reserved for it is
+        released now.
 
         `computed`: whether the second leg was answered, which shows that the prompt was computed.
         """
         if legs.first is not None:
-            if computed and legs.first.sent_at:
+            if computed:
                 asyncio.get_running_loop().call_later(TRAILS_SECONDS, self.drop_first, legs)
             else:
                 self.drop_first(legs)
@@ -312,6 +312,11 @@ class Settling:
             first.end_as(AttemptEvent.DROPPED)
             self.release(first, computed=first.sent_at > 0)
             self.leg_ended(Leg.PREFILL, ABANDONED)
+
+    def drop_unsent(self, legs: Legs) -> None:
+        """Drop the first leg (prefill) of a request if it was not sent yet, since its body is about to be freed."""
+        if legs.first is not None and not legs.first.sent_at:
+            self.drop_first(legs)
 
     def drop_legs(self, exchange: Exchange) -> None:
         """Release the loads reserved for both legs of a request, and drop its first leg (prefill) if it still runs.

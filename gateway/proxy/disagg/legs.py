@@ -103,7 +103,7 @@ class LegPlacing:
     def plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
         """Return a plan for two legs, or None if the request goes to one replica; no load is reserved yet.
 
-        The stream of a second leg that breaks off is resumed in one leg, which is not counted as a choice.
+        A request that must stay in one leg (`stays_whole`), for example to resume a stream, is not counted as a choice.
         """
         if exchange.stays_whole:
             return None

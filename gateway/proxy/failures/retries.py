@@ -176,7 +176,7 @@ NO_CRASHES = Crashes()
 def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
     """Return what follows a failed attempt.
 
-    Crashes count before retries: with two retries, a request ends with its second crash, as LOST.
+    The second crash ends a request as LOST, even if it has retries left.
 
     `used`: how many earlier failures of the request count against its retries.
     `crashes`: the crashes of replicas under the request before this failure.

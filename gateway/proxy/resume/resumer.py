@@ -71,7 +71,7 @@ class ResumableAttempt(Attempt):
     def write(self, data: bytes, error: UpstreamError | None = None) -> None:
         """Write the part of a read that the client gets (`data`), and fail the attempt if there is an error."""
         if not data:
-            self.surplus -= 1
+            self.extra_events -= 1
         elif self.exchange.metered:
             meter(self, data)
         else:

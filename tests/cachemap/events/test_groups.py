@@ -64,6 +64,7 @@ ALL = [1, 2, 3, 4]
         ([windowed([3, 4]), full(ALL)], {None: 4, 3: 0}),  # a window needs its last blocks only
         ([windowed([3, 4]), full(ALL), removed(3, group_idx=0)], {None: 0}),  # nothing before can be resumed at
         ([windowed([3, 4]), full(ALL), windowed([2, 3], 3), full([1, 2, 3])], {None: 4, 3: 3}),
+        ([windowed([3, 4, 4]), full(ALL), removed(4, group_idx=0)], {None: 0}),  # named twice, it is one copy
         ([windowed([1]), full(ALL)], {None: 1}),  # the first blocks are a hit in a window that reaches further back
         ([windowed([3, 4]), full(ALL), removed(1, group_idx=1)], {None: 0}),  # full attention needs every block
         ([mamba([2, 4]), full(ALL)], {1: 0, 2: 2, 3: 2, 4: 4}),  # Mamba needs the state after the last block

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from time import monotonic
+import sys
+import time
+from types import ModuleType
+
+import pytest
 
 from cachemap import CacheMap
 from gateway.http.downstream import Downstream
@@ -24,16 +28,17 @@ from replicas.simulated.model import sim_model_dir
 
 from .stack import backend_for, nothing_new
 
+ROOMS = ("gateway", "cachemap", "policies", "replicas")
 PIPELINE = Pipeline(sim_model_dir(), "m", 16)
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose time the script puts ahead; its timers follow."""
+    """An event loop whose time a script puts ahead, and with it the gateway's; timers follow."""
 
     ahead = 0.0
 
     def time(self):
-        return super().time() + self.ahead
+        return time.monotonic() + self.ahead
 
 
 def played(test):
@@ -41,10 +46,20 @@ def played(test):
 
     @functools.wraps(test)
     def run(*given, **named):
-        with asyncio.Runner(loop_factory=Clock) as runner:
+        with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=Clock) as runner:
+            now = runner.get_loop().time
+            for module in timed():
+                patch.setattr(module, "monotonic", now)
             runner.run(test(*given, **named))
 
     return run
+
+
+@functools.cache
+def timed() -> list[ModuleType]:
+    """The product's modules that tell the time."""
+    ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in ROOMS]
+    return [module for module in ours if getattr(module, "monotonic", None) is time.monotonic]
 
 
 class Wire(asyncio.Transport):
@@ -154,7 +169,7 @@ class Play:
         clock = asyncio.get_running_loop()
         assert isinstance(clock, Clock)
         clock.ahead += seconds
-        self.proxy.sweep(monotonic() + clock.ahead)
+        self.proxy.sweep(clock.time())
         await self.turn()
 
     async def asks(self, request: bytes) -> Wire:

@@ -165,6 +165,17 @@ async def test_nothing_is_decided_for_a_path_that_no_client_may_ask(path, status
         assert (await refused(d.decide(path, chat(), {}))).status == status and s.idle()
 
 
+@pytest.mark.parametrize(
+    "usage", [b"null", b'{"prompt_tokens":50}', b'{"prompt_tokens":50,"completion_tokens":-1}', b"7"]
+)
+async def test_a_usage_that_lacks_something_leaves_nothing(usage):
+    async with decisions() as (s, d):
+        made = await d.decide(PATH, chat(), {})
+        await d.first_byte(made["id"])
+        await d.done(made["id"], b'data: {"choices":[],"usage":%b}\n\ndata: [DONE]\n\n' % usage)
+        assert s.idle() and not d.on()
+
+
 async def test_what_is_told_is_learned_from():
     async with decisions(1, policy="least_time") as (s, d):
         (backend,) = s.proxy.backends.values()

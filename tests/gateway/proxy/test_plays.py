@@ -132,6 +132,23 @@ async def test_a_first_leg_whose_connection_opens_after_the_answer_has_begun_is_
     assert not play.left()
 
 
+@played
+async def test_nor_is_it_sent_after_comments_that_were_relayed_before_the_answer_began():
+    play = Fate(MOONCAKE, continues=False).play
+    client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
+    prefiller = next(backend.pool for backend in play.backends[:2] if backend.pool.asked)
+    decoder = next(backend.pool for backend in play.backends[2:] if backend.pool.asked)
+    answer = Answer(decoder.accept(), MOONCAKE)
+    answer.go_on(2)
+    await play.answers(answer.wire, chunk(b": ping\n\n"))
+    await play.pass_time(6.0)
+    assert b": ping" in client.sent
+    late = prefiller.accept()
+    answer.go_on(9)
+    await play.turn()
+    assert client.sent.endswith(ENDS) and late.sent == b"" and not play.left()
+
+
 # --- whatever happens
 
 WORDS = 6  # of each answer
@@ -265,7 +282,7 @@ class Fate:
             protocol = waiting[number % len(waiting)].protocol
             (protocol.resume_writing if protocol.writing_paused else protocol.pause_writing)()
         elif kind == "time":
-            await play.pass_time((0.3, 2.0, 6.0, 25.0, 70.0)[number % 5])
+            await play.pass_time((0.3, 0.3, 2.0, 6.0, 12.0, 35.0)[number % 6])
         elif kind == "replica":
             replica = play.backends[number % len(play.backends)].replica
             replica.state = (State.READY, State.DEGRADED, State.FAILED, State.LEAVING)[number // 8 % 4]

@@ -3,7 +3,8 @@
 import pytest
 
 from ..http.talk import eventually
-from .replies import EVENT, chunk, post, streams
+from .play import Play
+from .replies import ENDS, EVENT, SSE_HEAD, chunk, post, streams
 from .resume.test_resumer import BODY, PROMPT_IDS, continued, event
 from .stack import stack
 
@@ -26,6 +27,27 @@ COMPLETION = STREAMING % b'"prompt":"hi"'
 async def test_each_event_with_output_is_a_token(path, body, together, figures):
     async with stack(streams(*map(chunk, together)), slo_figures=figures) as s:
         await tokens_are(s, body, path, 30)
+
+
+LARGE = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"x"},"logprobs":%b}]}\n\n'
+SMALL, LONG = chunk(LARGE % (b" " * 100)), chunk(LARGE % (b" " * 3400))
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        [SMALL, SMALL + SMALL, SMALL, SMALL[:90], SMALL[90:], SMALL + SMALL + SMALL, SMALL, SMALL],
+        [LONG[at : at + 1448] for _ in range(10) for at in range(0, len(LONG), 1448)],  # as segments of TCP come
+        [SMALL, *(LONG[at : at + 1448] for _ in range(9) for at in range(0, len(LONG), 1448))],
+    ],
+    ids=["small", "long", "both"],
+)
+async def test_events_are_counted_however_they_are_cut(reads):
+    play = Play(1)
+    await play.asks(post(CHAT))
+    wire = play.replica(0).accept()
+    await play.answers(wire, SSE_HEAD, *reads, ENDS)
+    assert play.proxy.metrics.replica_decode_tokens.total() == 10 - 1
 
 
 async def test_a_stream_that_could_be_gone_on_with_is_counted_alike():

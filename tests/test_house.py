@@ -195,6 +195,15 @@ def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
             assert name.split(".")[0] not in IMPURE, f"{path.relative_to(ROOT)} imports {name}"
 
 
+def test_the_proxy_has_no_sockets():
+    """It acts on the outside by the connections of `http/`, so that tests can play requests without sockets."""
+    for path in (ROOT / "gateway/proxy").rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports(path)} & {"socket", "ssl", "httptools", "uvloop"}, path
+        assert not [
+            one for one in ast.walk(tree_of(path)) if isinstance(one, ast.Attribute) and one.attr == "transport"
+        ], path
+
+
 def test_only_settling_ends_a_placement_with_what_was_learned():
     """What is learned from an answer is decided in one place: nobody else calls `Router.finish`."""
     callers = {

@@ -319,12 +319,12 @@ class Attempt:
 
         Reads between the size of the smallest one that had one event, and half as much again, are not searched later.
         """
-        keep(self.tail, data)
         if self.mark is not None:
-            events, size = data.count(self.mark), len(data)
+            events, size = behind_last(self.tail, data, self.mark).count(self.mark), len(data)
             self.extra_events += events - 1
             if events == 1 and TINY <= size <= LONGEST_SINGLE and not 0 < self.one_from <= size:
                 self.one_from, self.one_below = size, size + size // 2
+        keep(self.tail, data)
 
     @property
     def events(self) -> int:
@@ -383,8 +383,9 @@ class MeteredAttempt(Attempt):
 def meter(attempt: Attempt, data: bytes) -> None:
     """Count the output events in a read of a metered answer, search it for usage, and keep it among the last reads."""
     if attempt.streams:
-        first = not (attempt.pieces + attempt.extra_events)
-        attempt.extra_events += output_events(attempt.exchange.label, data, first) - 1
+        label, first = attempt.exchange.label, not (attempt.pieces + attempt.extra_events)
+        searched = behind_last(attempt.tail, data, OUTPUT_MARKS.get(label, ANY_EVENT))
+        attempt.extra_events += output_events(label, searched, first) - 1
     search, tail = attempt.usage, attempt.tail
     if search is not None:
         search.feed(data)
@@ -402,6 +403,11 @@ def keep(tail: deque[bytes], data: bytes) -> None:
         tail[-1] += data
     else:
         tail.append(data)
+
+
+def behind_last(tail: deque[bytes], data: bytes, mark: bytes) -> bytes:
+    """Return a read behind the end of the last one, if that did not end a line: a `mark` may have begun there."""
+    return data if not tail or tail[-1].endswith(b"\n") else tail[-1][1 - len(mark) :] + data
 
 
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
@@ -487,6 +493,7 @@ class Exchange:
     stream_record: StreamRecord | None = None
     tried: tuple[Backend, ...] = ()  # replicas that have failed the request and are not sent it again
     attempts_used: int = 0  # how many failed attempts count against the allowed number of retries
+    retries_for: str = ""  # the kind of failure after which another replica is looked for; "" once it is found
     crashes: Crashes = NO_CRASHES  # how many replicas crashed or hung while they had the request
     unattributed_errors: tuple[UnattributedError, ...] = ()  # it is not known yet who is at fault, replica or request
     # When the request was complete, in monotonic seconds: the time of the upload depends on the client.
@@ -582,6 +589,15 @@ class Exchange:
     def used(self, attempts: int) -> None:
         """Count this many failed attempts against the allowed number of retries."""
         self.attempts_used += attempts
+
+    def retry_after(self, kind: str) -> None:
+        """Note that another replica is looked for after a failure of this kind."""
+        self.retries_for = kind
+
+    def repeated_for(self) -> str:
+        """Note that a replica was found for a retry; return the kind of failure before it."""
+        kind, self.retries_for = self.retries_for, ""
+        return kind
 
     def rule_out(self, tried: tuple[Backend, ...]) -> None:
         """Note the replicas that are not sent the request again."""

@@ -196,6 +196,8 @@ class Handler:
         """
         if attempt is None:
             attempt = exchange.attempts[-1]
+            if exchange.retries_for:
+                self.failures.sent_again(exchange)
             if attempt.leg is not None and (legs := exchange.legs) is not None and legs.first is not None:
                 first = exchange.attempts[-2]
                 if first is legs.first:  # otherwise the first leg is under way already

@@ -490,7 +490,7 @@ class Settling:
                 self._forwarding.settled(attempt, prompt, exchange.request, usage)
         else:
             self.release(attempt, computed=not 400 <= attempt.status < 500)
-        if attempt.leg is not None:
+        if attempt.leg is not None and attempt.error is None:  # else it was counted when it failed
             self.leg_ended(attempt.leg, ended)
         return usage
 

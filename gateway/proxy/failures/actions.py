@@ -198,13 +198,17 @@ class Failures:
                 why = f"no replica answered after {len(exchange.attempts)} attempt(s)"
             exchange.happened(ExchangeEvent.EXHAUSTED, exchange.exhausted(why, again=not failed.agreed))
         else:
-            self._metrics.retries.inc(kind)
+            exchange.retry_after(kind)
             demand = attempt.placement.demand
             if following is Next.DECODER and self.placing.legs.next_decoder(exchange, demand, monotonic()):
                 exchange.happened(ExchangeEvent.PLACED)
             else:
                 exchange.leave_legs()
                 self.placing.place(exchange)
+
+    def sent_again(self, exchange: Exchange) -> None:
+        """Count that a request goes to a replica again, by the kind of failure that it was repeated for."""
+        self._metrics.retries.inc(exchange.repeated_for())
 
     def resume(self, exchange: Exchange, failed: Failed) -> None:
         """Count the failure against the replica, release its load, and have another replica resume the stream.

@@ -289,9 +289,12 @@ class StreamRecord:
         return framed(b"".join(out), self.head), error
 
     def take_last(self) -> tuple[bytes, UpstreamError | None]:
-        """Record the end of the body, and return what `take` returns; the last event may lack its blank line."""
+        """Record the end of the body, and return what `take` returns; the last event may lack its blank line.
+
+        It is dropped if it may be torn: if it cannot be read, or has no data, as the first five bytes of `data: {`.
+        """
         self.chunks, part = None, bytes(self.part)
-        passes = part and (self.is_unread or read(self.label, part).kind is not Kind.STRANGE)
+        passes = part and (self.is_unread or read(self.label, part).kind not in (Kind.STRANGE, Kind.BESIDE))
         return self.take(b"\n\n") if passes else (b"", None)
 
     def _events(self, data: bytes) -> list[bytes]:

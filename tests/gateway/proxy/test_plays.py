@@ -149,6 +149,42 @@ async def test_nor_is_it_sent_after_comments_that_were_relayed_before_the_answer
     assert client.sent.endswith(ENDS) and late.sent == b"" and not play.left()
 
 
+@played
+async def test_a_leg_whose_stream_lacked_its_end_alone_is_counted_once():
+    play = Fate(NIXL, continues=True).play
+    client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
+    Answer(next(backend.pool for backend in play.backends[:2] if backend.pool.asked).accept(), NIXL).go_on(1)
+    await play.turn()
+    decoder = next(backend.pool for backend in play.backends[2:] if backend.pool.asked).accept()
+    Answer(decoder, NIXL).go_on(8)
+    decoder.leave(ConnectionResetError())
+    await play.turn()
+    assert client.sent.endswith(ENDS) and not play.left()
+    assert play.proxy.metrics.legs.total(leg="decode") == 1
+
+
+@played
+async def test_half_a_field_is_no_event():
+    play = Fate(None, continues=True).play
+    client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
+    first = play.replica(0).accept()
+    Answer(first, None).go_on(4)
+    await play.answers(first, chunk(b"data:") + b"0\r\n\r\n")
+    Answer(play.replica(1).accept(), None).go_on(9)
+    await play.turn()
+    assert b"data:\n\n" not in client.sent and client.sent.endswith(ENDS)
+
+
+@played
+async def test_what_is_sent_nowhere_again_is_no_retry():
+    play = Play(1)
+    client = await play.asks(post())
+    play.replica(0).refuse()
+    await play.turn()
+    assert client.sent.startswith(b"HTTP/1.1 503 ")
+    assert not play.proxy.metrics.retries.total()
+
+
 # --- whatever happens
 
 WORDS = 6  # of each answer

@@ -39,11 +39,14 @@ SMALL, LONG = chunk(LARGE % (b" " * 100)), chunk(LARGE % (b" " * 3400))
         [SMALL, SMALL + SMALL, SMALL, SMALL[:90], SMALL[90:], SMALL + SMALL + SMALL, SMALL, SMALL],
         [LONG[at : at + 1448] for _ in range(10) for at in range(0, len(LONG), 1448)],  # as segments of TCP come
         [SMALL, *(LONG[at : at + 1448] for _ in range(9) for at in range(0, len(LONG), 1448))],
+        [read for _ in range(10) for at in [SMALL.find(b"delta")] for read in (SMALL[:at], SMALL[at:])],
+        [b"".join([SMALL] * 10)[at : at + 7] for at in range(0, 10 * len(SMALL), 7)],
     ],
-    ids=["small", "long", "both"],
+    ids=["small", "long", "both", "within the mark", "tiny"],
 )
-async def test_events_are_counted_however_they_are_cut(reads):
-    play = Play(1)
+@pytest.mark.parametrize("metered", [False, True])
+async def test_events_are_counted_however_they_are_cut(reads, metered):
+    play = Play(1, usage_log=(lambda *_: None) if metered else None)
     await play.asks(post(CHAT))
     wire = play.replica(0).accept()
     await play.answers(wire, SSE_HEAD, *reads, ENDS)

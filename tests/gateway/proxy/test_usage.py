@@ -124,7 +124,7 @@ def test_usage_is_found_however_an_answer_is_read(before, behind, own, stream, s
     cuts = sorted({*data.draw(st.lists(st.integers(0, len(body)), max_size=4)), *range(every, len(body), every)})
     exchange = SimpleNamespace(label="responses", tells_response=True)
     attempt = SimpleNamespace(
-        streams=stream, exchange=exchange, tail=deque(maxlen=TAIL), events=0, extra_events=0, usage=None
+        streams=stream, exchange=exchange, tail=deque(maxlen=TAIL), pieces=0, extra_events=0, usage=None
     )
     for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         meter(attempt, body[start:end])

@@ -54,14 +54,13 @@ def response(prompt_tokens: int) -> bytes:
 def events(prompt_tokens: int, count: int) -> list[bytes]:
     """The same as a stream, each event a read of its own: the head with the first one, the usage and the end last."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
-    said = [{"choices": [{"index": 0, "delta": {"content": "hello "}, "finish_reason": None}]}] * count
-    told = [
-        b"data: %b\n\n" % json.dumps(one, separators=(",", ":")).encode()
-        for one in [*said, {"choices": [], "usage": usage}]
-    ]
+    common = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}  # as vLLM writes them
+    choice = {"index": 0, "delta": {"content": "hello "}, "logprobs": None, "finish_reason": None}
+    told = [{**common, "choices": [choice]}, {**common, "choices": [], "usage": usage}]
+    said, ends = [b"data: %b\n\n" % json.dumps(one, separators=(",", ":")).encode() for one in told]
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    chunks = [b"%x\r\n%b\r\n" % (len(one), one) for one in [*told, b"data: [DONE]\n\n"]]
-    return [head + chunks[0], *chunks[1:], b"0\r\n\r\n"]
+    first, last, done = [b"%x\r\n%b\r\n" % (len(one), one) for one in (said, ends, b"data: [DONE]\n\n")]
+    return [head + first, *[first] * (count - 1), last, done, b"0\r\n\r\n"]
 
 
 class NoTransport:

@@ -122,7 +122,7 @@ async def test_another_engine_in_the_place_of_one_gets_no_request_before_it_was_
                 answers = await asyncio.gather(*(ask(gateway, 10 + 5 * number + one) for one in range(5)))
                 assert {status for status, _, _ in answers} == {200}
                 assert {where for _, where, _ in answers} == {stays.url.removeprefix("http://")}
-            assert not [path for path in impostor.paths if "completions" in path]
+            assert "/v1/completions" not in impostor.paths  # chats are the gateway's own, which compare tokens
             status = await gateway.until(lambda status: replica(status, gone)["models"] == ["other"], 10)
             assert replica(status, gone)["errors"] <= 1, "a connection that broke under a request, if any"
 

@@ -206,7 +206,7 @@ async def test_events_that_are_lost(tmp_path, start_engine):
                     async def forget() -> None:
                         while True:
                             await client.post("/reset_prefix_cache")
-                            await asyncio.sleep(0.3)
+                            await asyncio.sleep(0.05)
 
                     forgetting = asyncio.create_task(forget())
                     await fires()

@@ -112,7 +112,7 @@ class EventIntake:
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
         self._forgotten = 0  # how often all blocks were forgotten; a change stops the batches that are being applied
-        # When other tasks could last run, by time.monotonic: uvloop's own clock stands still meanwhile.
+        # When other tasks last had a turn, by time.monotonic, since uvloop's own clock stands still while a task runs.
         self._resumed = 0.0
         self.applying = False  # a batch is partly applied
         self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many were left, and when

@@ -63,7 +63,7 @@ class Chunks:
 
 
 def framed(data: bytes, head: Head) -> bytes:
-    """Return data in the framing of the answer with this head: as a chunk if that is chunked, else unchanged.
+    """Return data in the framing of an answer: as a chunk if the answer's `head` announces chunks, else unchanged.
 
     Without data there is no chunk, since a chunk of size 0 would end the body.
     """
@@ -76,9 +76,10 @@ def end_of_body(head: Head) -> bytes:
 
 
 def unframed(data: bytes, head: Head) -> bytes:
-    """Return a complete body without its chunked framing; unchanged if that is invalid or has no end, or there is none.
+    """Return a complete body without its chunked framing.
 
-    `head`: the head of the answer.
+    A body without this framing is returned unchanged, and so is one whose framing is invalid or has no end. `head`: the
+    head of the answer.
     """
     if not head.is_chunked:
         return data

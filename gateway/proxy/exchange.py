@@ -406,7 +406,10 @@ def keep(tail: deque[bytes], data: bytes) -> None:
 
 
 def behind_last(tail: deque[bytes], data: bytes, mark: bytes) -> bytes:
-    """Return a read behind the end of the last one, if that did not end a line: a `mark` may have begun there."""
+    """Return the bytes in which to search a read (`data`) for a `mark`.
+
+    If the read before it ended within a line, its last bytes come first, since the mark may have begun there.
+    """
     return data if not tail or tail[-1].endswith(b"\n") else tail[-1][1 - len(mark) :] + data
 
 
@@ -591,11 +594,11 @@ class Exchange:
         self.attempts_used += attempts
 
     def retry_after(self, kind: str) -> None:
-        """Note that another replica is looked for after a failure of this kind."""
+        """Note that a replica is being looked for, to retry the request after a failure of this kind."""
         self.retries_for = kind
 
     def repeated_for(self) -> str:
-        """Note that a replica was found for a retry; return the kind of failure before it."""
+        """Note that a replica was found for the retry, and return the kind of the failure that it follows."""
         kind, self.retries_for = self.retries_for, ""
         return kind
 

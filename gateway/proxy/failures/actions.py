@@ -207,7 +207,7 @@ class Failures:
                 self.placing.place(exchange)
 
     def sent_again(self, exchange: Exchange) -> None:
-        """Count that a request goes to a replica again, by the kind of failure that it was repeated for."""
+        """Count a retry, since its request is being sent now, under the kind of the failure that it follows."""
         self._metrics.retries.inc(exchange.repeated_for())
 
     def resume(self, exchange: Exchange, failed: Failed) -> None:

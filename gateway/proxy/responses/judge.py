@@ -147,9 +147,9 @@ class Judge:
         return attempt.could_not_fetch(kind) or bool(self.left(exchange, attempt)[1])
 
     def left(self, exchange: Exchange, attempt: Attempt) -> tuple[tuple[Backend, ...], list[Backend]]:
-        """Return (the replicas that are not sent the request again, those left to try) if this attempt fails.
+        """Return two groups of replicas if this attempt fails: those not sent the request again, and those left to try.
 
-        The former are all that have failed it. But if no other replica is left, a decoder that only failed to fetch the
+        The first are all that have failed it. But if no other replica is left, a decoder that only failed to fetch the
         prompt's KV cache from another replica may be asked again, since it can compute the prompt itself.
         """
         prompt, model, tried = exchange.prompt, exchange.model, (*exchange.tried, attempt.backend)

@@ -291,7 +291,7 @@ class StreamRecord:
     def take_last(self) -> tuple[bytes, UpstreamError | None]:
         """Record the end of the body, and return what `take` returns; the last event may lack its blank line.
 
-        It is dropped if it may be torn: if it cannot be read, or has no data, as the first five bytes of `data: {`.
+        It is dropped if it may be torn: if it cannot be parsed, or has no data, for example if only `data:` has come.
         """
         self.chunks, part = None, bytes(self.part)
         passes = part and (self.is_unread or read(self.label, part).kind not in (Kind.STRANGE, Kind.BESIDE))

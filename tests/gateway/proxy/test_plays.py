@@ -116,14 +116,20 @@ async def test_the_decoder_is_asked_once_the_prompt_is_computed():
     assert client.sent.endswith(ENDS) and not play.left()
 
 
-@played
-async def test_a_first_leg_whose_connection_opens_after_the_answer_has_begun_is_not_sent():
-    """Its body is freed by then with the client's."""
+async def both_legs_at_once():
+    """A request in two legs: its play and client, the prefiller, which has not taken the connection yet, and what the
+    decoder has to answer."""
     play = Fate(MOONCAKE, continues=False).play
     client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
     prefiller = next(backend.pool for backend in play.backends[:2] if backend.pool.asked)
     decoder = next(backend.pool for backend in play.backends[2:] if backend.pool.asked)
-    answer = Answer(decoder.accept(), MOONCAKE)
+    return play, client, prefiller, Answer(decoder.accept(), MOONCAKE)
+
+
+@played
+async def test_a_first_leg_whose_connection_opens_after_the_answer_has_begun_is_not_sent():
+    """Its body is freed by then with the client's."""
+    play, client, prefiller, answer = await both_legs_at_once()
     answer.go_on(3)
     late = prefiller.accept()
     answer.go_on(9)
@@ -134,11 +140,7 @@ async def test_a_first_leg_whose_connection_opens_after_the_answer_has_begun_is_
 
 @played
 async def test_nor_is_it_sent_after_comments_that_were_relayed_before_the_answer_began():
-    play = Fate(MOONCAKE, continues=False).play
-    client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
-    prefiller = next(backend.pool for backend in play.backends[:2] if backend.pool.asked)
-    decoder = next(backend.pool for backend in play.backends[2:] if backend.pool.asked)
-    answer = Answer(decoder.accept(), MOONCAKE)
+    play, client, prefiller, answer = await both_legs_at_once()
     answer.go_on(2)
     await play.answers(answer.wire, chunk(b": ping\n\n"))
     await play.pass_time(6.0)

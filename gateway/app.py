@@ -40,7 +40,7 @@ from .ops.metrics import Metrics, Reading
 from .ops.recent.recent import Recent
 from .ops.view import View
 from .proxy.backend import Backend
-from .proxy.failures.retries import ABORTED, OWN, UNCONFIRMED
+from .proxy.failures import retries
 from .proxy.placement.decisions import Decisions
 from .settings import ConfigError, Secrets, Settings, known_urls, overload_of, read_secrets
 from .spaces import ModelSpace
@@ -306,12 +306,12 @@ class Gateway:
         """
         if fault is None:
             self.fleet.succeeded(replica, count)
-        elif fault == OWN:
+        elif fault == retries.OWN:
             self.background.failed(CONNECTIONS, OSError(SHORT), replica)
-        elif fault == UNCONFIRMED:
+        elif fault == retries.UNCONFIRMED:
             self.fleet.unconfirmed(replica)
         elif fault not in ("status 503", "status 429"):  # "full, try another": load, not illness
-            if fault == ABORTED:  # an engine that shuts down aborts every new request: check whether it does
+            if fault == retries.ABORTED:  # an engine that shuts down aborts every new request: check whether it does
                 self.fleet.unconfirmed(replica)
             self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
 
@@ -540,8 +540,9 @@ class Gateway:
 
 
 # The proxy's name of a kind of failure -> the name of that kind in `replicas/health.py`
-_FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout",
-           "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
+_FAULTS = {retries.CONNECT: "connect", retries.CLOSED: "closed", retries.PROTOCOL: "closed", retries.TIMEOUT: "timeout",
+           retries.STALLED: "timeout", retries.HUNG: "timeout", retries.ABORTED: "closed",
+           retries.FOREIGN_ANSWER: "foreign"}  # fmt: skip
 
 
 def _say_held_up(now: float, seconds: float) -> None:

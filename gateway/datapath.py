@@ -245,7 +245,7 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
     prompt, request, attempt = exchange.prompt, exchange.request, exchange.attempt
     error = exchange.error
     refused = isinstance(error, ApiError) and attempt is None
-    passed_on = PASSED_ON.get(exchange.fault or exchange.answered_with) if attempt else None
+    passed_on = PASSED_ON.get(exchange.result) if attempt else None
     lines.access(
         request.method, request.path, exchange.answered_with, monotonic() - exchange.begun,
         outcome=outcome,

@@ -219,6 +219,7 @@ def test_only_settling_ends_a_placement_with_what_was_learned():
 OWNERS = {
     "Exchange": ("gateway/proxy/exchange.py", ("exchange", "asker")),
     "Attempt": ("gateway/proxy/exchange.py", ("attempt", "answering", "first", "second", "again")),
+    "Legs": (("gateway/proxy/exchange.py", "gateway/proxy/disagg/legs.py"), ("leg", "held")),  # `legs`, without its s
     "ExternalRequest": ("gateway/proxy/placement/askers.py", ("leased",)),
     "Prompt": ("gateway/prompt/", ("prompt", "also")),
 }

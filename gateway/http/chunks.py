@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from .upstream import Head, Sink, Upstream, UpstreamError
+from .upstream import PROTOCOL, Head, Sink, Upstream, UpstreamError
 
 # The line with a chunk's size. It may begin with any number of zeros, but a size of more than eight other digits is
 # invalid, and must not match in part.
@@ -138,7 +138,7 @@ class ChunkDecodingSink:
         try:
             return self._chunks.feed(data)
         except ValueError as error:
-            self._sink.lost(UpstreamError("protocol", f"broke HTTP's framing: {error}"))
+            self._sink.lost(UpstreamError(PROTOCOL, f"broke HTTP's framing: {error}"))
             return None
 
     def end(self) -> None:

@@ -56,7 +56,7 @@ FRAMING_PER_BYTE = 16
 PIECE, BODY_PIECE = 4096, 65536
 
 
-class Handler(Protocol):
+class RequestHandler(Protocol):
     """The handler of complete requests, as connections and the server use it.
 
     `pulse`: detects stalls of the event loop; the server skips the sweep right after a stall.
@@ -82,7 +82,7 @@ class Clients:
 
     __slots__ = ("handler", "limits", "head_fault", "origins", "room", "on_full", "held", "draining", "closed")  # fmt: skip
 
-    def __init__(self, handler: Handler, limits: Limits):
+    def __init__(self, handler: RequestHandler, limits: Limits):
         self.handler, self.limits, self.head_fault = handler, limits, head_fault
         self.origins: Origins | None = None  # which sites' pages may use this server from a browser
         self.room: Room[Downstream] = Room()  # all connections, limited by the process's open files

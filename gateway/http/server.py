@@ -9,7 +9,7 @@ import socket
 import ssl
 from time import monotonic
 
-from .downstream import Clients, Downstream, Handler
+from .downstream import Clients, Downstream, RequestHandler
 from .messages import Limits
 
 log = logging.getLogger("hitherto.wire")
@@ -57,7 +57,7 @@ class Server:
     `limits`: the limits on clients' requests. The budget for requests in memory is shared by all connections.
     """
 
-    def __init__(self, handler: Handler, limits: Limits = Limits()):
+    def __init__(self, handler: RequestHandler, limits: Limits = Limits()):
         self.clients = Clients(handler, limits)
         self._unseen: list[Downstream] = []  # connections not yet checked in this round of sweeps
         self._part = 0

@@ -44,6 +44,11 @@ SEARCH_BYTES, LINE_BYTES = 2**20, 2**24
 NEWLINE = 0x0A
 
 
+# The kinds of failure of a connection: it was not accepted, it was closed, the peer does not speak HTTP, the replica
+# was removed meanwhile, the gateway itself has no file descriptors left.
+CONNECT, CLOSED, PROTOCOL, REMOVED, OWN = "connect", "closed", "protocol", "removed", "own"
+
+
 class UpstreamError(Exception):
     """A failure of a replica to answer a request: no connection, one that was closed early, or no valid answer.
 
@@ -235,7 +240,7 @@ class Upstream(asyncio.Protocol):
                 just_sent = monotonic() - self.sent_at < UNREAD_SECONDS
                 unread = unread or just_sent or has_unacknowledged(self.transport)
             message = f"connection closed by the replica ({exc or 'end of file'})"
-            sink.lost(UpstreamError("closed", message, unread=unread and not (self.buffer or self.forwarding)))
+            sink.lost(UpstreamError(CLOSED, message, unread=unread and not (self.buffer or self.forwarding)))
 
     def data_received(self, data: bytes) -> None:
         """Parse a read from the replica, and pass its bytes to the sink once the head is complete.
@@ -359,7 +364,7 @@ class Upstream(asyncio.Protocol):
         sink = self.sink
         self.drop()
         if sink is not None:
-            sink.lost(UpstreamError("protocol", message))
+            sink.lost(UpstreamError(PROTOCOL, message))
 
     # --- the parser's calls
 
@@ -461,11 +466,11 @@ class Pool:
         """Tell the sink how the opening of a connection has ended."""
         self._connecting.discard(task)
         if task.cancelled():
-            sink.lost(UpstreamError("removed", "the replica was removed while a connection to it was being opened"))
+            sink.lost(UpstreamError(REMOVED, "the replica was removed while a connection to it was being opened"))
             return
         if (bug := task.exception()) is not None:
             log.error("opening a connection to %s:%d failed", self.host, self.port, exc_info=bug)
-            sink.lost(UpstreamError("connect", f"the gateway failed to open a connection: {type(bug).__name__}"))
+            sink.lost(UpstreamError(CONNECT, f"the gateway failed to open a connection: {type(bug).__name__}"))
             return
         opened = task.result()
         if isinstance(opened, UpstreamError):
@@ -473,7 +478,7 @@ class Pool:
         elif opened.closed or opened.transport.is_closing():  # it was closed since then, and writing to it would raise
             where = f"{self.host}:{self.port}"
             message = f"{where} closed a new connection before the request was sent"
-            sink.lost(UpstreamError("connect", message, unread=True))
+            sink.lost(UpstreamError(CONNECT, message, unread=True))
         else:
             sink.connected(opened)
 
@@ -488,12 +493,12 @@ class Pool:
             try:
                 await within(CONNECT_SECONDS, opening)
             except TimeoutError:
-                return UpstreamError("connect", f"no connection to {where} within {CONNECT_SECONDS:g} s")
+                return UpstreamError(CONNECT, f"no connection to {where} within {CONNECT_SECONDS:g} s")
             except OSError as error:
                 if error.errno in OWN_FAULTS:
                     why = f"the gateway itself cannot open connections: {os.strerror(error.errno)}"
-                    return UpstreamError("own", why)
-                return UpstreamError("connect", f"no connection to {where}: {error}")
+                    return UpstreamError(OWN, why)
+                return UpstreamError(CONNECT, f"no connection to {where}: {error}")
             ask_when_silent(upstream.transport)
             wrong = await check()
         except BaseException:

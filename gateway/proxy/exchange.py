@@ -123,7 +123,7 @@ class Attempt:
     seen_pieces: int = 0  # `pieces` when the sweep last found new ones, at `seen_at`
     seen_at: float = 0.0
     sent_at: float = 0.0
-    first_at: float = 0.0  # when the first output came
+    first_at: float = 0.0  # when the first output, or an error in its place, came
     ended_at: float = 0.0
     error: Exception | None = None  # the failure
     # With tracing on: the attempt's span, and the TTFT in seconds that was predicted when the attempt began.
@@ -192,7 +192,7 @@ class Attempt:
     def answer(self, shows_output: bool) -> None:
         """Note that this attempt's answer goes to the client from now on, including the bytes that were held back.
 
-        `shows_output`: whether the bytes so far contain output; if so, this is the time of the first token.
+        `shows_output`: whether the bytes so far contain output or an error; if so, this is the time of the first token.
         """
         self.state = ATTEMPT_TRANSITIONS[self.state, ANSWERED]
         self.seen_at, self.withheld, self.beginning = monotonic(), b"", None
@@ -457,6 +457,27 @@ class Legs:
     parameters: bytes = b""  # the transfer parameters from the first leg's answer,
     until: float = 0.0  # valid until this time, in monotonic seconds
 
+    # --- what happens to it; only its methods and `disagg.legs` assign its fields
+
+    def take_unsent(self) -> Placement | None:
+        """Return the first leg's reservation, if the decoder's engine sends that leg, and forget it."""
+        placement, self.unsent = self.unsent, None
+        return placement
+
+    def take_first(self) -> Attempt | None:
+        """Return the first leg, if it runs at the same time as the second one, and forget it."""
+        first, self.first = self.first, None
+        return first
+
+    def repeat_first(self, again: Attempt) -> None:
+        """Note that the first leg is sent once more, by this attempt."""
+        self.first = again
+
+    def arrived(self, seconds: float) -> float:
+        """Note after how many seconds the decoder had the KV cache, 0 if the measure is negative; return them."""
+        self.moved_in = max(0.0, seconds)
+        return self.moved_in
+
     @property
     def fetching(self) -> float:
         """The predicted seconds until the decoder has the cache: the transfer, and what the first leg still takes."""
@@ -481,6 +502,8 @@ class Exchange:
     metered: bool = False  # the tokens of its answer are counted, for a tenant's limits or the usage log
     attempt_type: type[Attempt] = Attempt
     state: ExchangeState = PREPARING
+    # What the last attempt's replica has to compute: the prompt as its engine spells it, or the rest of a stream that
+    # broke off. At the end of such a stream it is the client's own prompt again.
     prompt: Prompt | None = None
     model: str | None = None  # named by a request without a prompt
     response: str | None = None  # the id of the stored response that it refers to, which only one replica has
@@ -495,6 +518,7 @@ class Exchange:
     # The record from which another replica can resume its stream; None without --continue-streams.
     stream_record: StreamRecord | None = None
     tried: tuple[Backend, ...] = ()  # replicas that have failed the request and are not sent it again
+    able: tuple[Backend, ...] = ()  # those of them that are, if no other is left
     attempts_used: int = 0  # how many failed attempts count against the allowed number of retries
     retries_for: str = ""  # the kind of failure after which another replica is looked for; "" once it is found
     crashes: Crashes = NO_CRASHES  # how many replicas crashed or hung while they had the request
@@ -602,9 +626,17 @@ class Exchange:
         kind, self.retries_for = self.retries_for, ""
         return kind
 
-    def rule_out(self, tried: tuple[Backend, ...]) -> None:
-        """Note the replicas that are not sent the request again."""
-        self.tried = tried
+    def rule_out(self, attempt: Attempt, kind: str) -> None:
+        """Note that an attempt's replica is not sent the request again, after a failure of this kind.
+
+        A decoder that only failed to fetch the prompt's KV cache is sent it if no other replica is left.
+        """
+        backend = attempt.backend
+        self.tried += (backend,)
+        if self.able:
+            self.able = tuple(one for one in self.able if one is not backend)
+        if attempt.could_not_fetch(kind):
+            self.able += (backend,)
 
     def crashed(self, crashes: Crashes) -> None:
         """Note the numbers of replicas that have crashed or hung while they had the request."""
@@ -675,6 +707,11 @@ class Exchange:
     def fault(self) -> int:
         """The status that an error inside a replica's answer with status 200 amounts to; 0 if there is no error."""
         return self.attempts[-1].fault if self.attempts and not self.status else 0
+
+    @property
+    def result(self) -> int:
+        """The status that the client was sent, or the one that an error in a 200 amounts to; 0 if it was sent none."""
+        return self.fault or self.answered_with
 
     @property
     def needs_replica(self) -> bool:

@@ -1,32 +1,36 @@
 """The steps of a request in this gateway, from the client's last byte to the last byte of the answer, top to bottom.
 
-An `Exchange` is one client's request, an `Attempt` one try to have a replica answer it. Each step, and where its work
-is done:
+An `Exchange` is one client's request, an `Attempt` one try to have a replica answer it. `Downstream` (http/), the
+client's connection, calls `handle`. Each step, and where its work is done:
 
     handle           authenticate the API key, check the path, create the `Exchange`   door.py, tenants/
     (preparation)    parse the body, render the prompt, tokenize, hash its blocks      preparation.py, prompt/
     place            wait for room, choose a replica, reserve load on it               admission/, placement/, policies/
     start, _send     get a connection, write head and body to the replica              backend.py, exactness/, http/
+    hand_over        after the first of two legs (prefill, decode): send the second    disagg/
     head, on_body    decide by the answer's head and first bytes if the client         responses/
                      gets this answer
-    relay            write these to the client; later bytes bypass the handler         exchange.py (`Attempt.data`)
+    relay            write these to the client; `Attempt.data` writes the later ones   exchange.py
+    join             the same for an answer that continues another replica's stream    resume/
     on_complete      end the attempt after the answer's last byte
-    settle           learn costs from the answer, update metrics                       settling.py, observers/
+    settle           release the load; after an answer without an error, learn costs   settling.py, policies/
+                     from it; update metrics, call the `on_end` hooks                  observers/, tenants/
 
-`Failures` (failures/actions.py) handles what goes wrong. `Attempt.lost` calls it when a connection closes, and this
-class when the client must not get an answer. What follows is decided by `failures/retries.py`: another attempt
-(`retry`), an error to the client (`answer_error`), the end of an answer that is under way (`cut`), or its continuation
-by another replica (`resume`, then `join` here). Every request ends in `Settling.ended`.
+`Deadlines` (failures/deadlines.py) looks at all requests a few times a second. proxy.py lists the hooks of each phase.
+
+An error that a replica answers with is recorded by the `Judge` (responses/judge.py), by the rules in failures/blame.py.
+If a retry and a replica are left, the attempt fails; otherwise the client gets this answer like any other. A failed
+attempt, also one whose connection closed (`Attempt.lost`), goes to `Failures` (failures/actions.py). Before the first
+byte, `retries.after` (failures/) decides what follows: another attempt, or an error to the client (`answer_error`).
+Within a stream, `Resumer.event_after` (resume/) does: another replica continues it (`resume`), or it ends (`cut`).
+Every exchange ends in `Settling.ended`.
 
 A step that has a result calls `Exchange.happened` with an event. The tables in `states` give the exchange's next state
-and the next action. An action is a method of `Handler`, or of `Failures` (failures/) where something has failed. All
-modules read the fields of exchanges and attempts, and only the methods of these classes and of their subclasses, named
-after what has happened, assign them. Later reads come to `data` of `Attempt`, of `MeteredAttempt` or of
-`ResumableAttempt`.
-
-Two features have packages of their own. In `disagg` a request has two legs: one replica computes the prompt (prefill),
-another writes the answer (decode). In `resume` another replica goes on with a stream whose replica failed. One
-`Handler` serves all requests, and its only state for a request is that it is under way.
+and the next action, a method of `Handler` or `Failures`. All modules read the fields of exchanges and attempts, and
+only the methods of these classes and of their subclasses, named after what has happened, assign them. A stream that is
+metered, in two legs or can be resumed has an attempt of a subclass, with methods `data` and `end` of its own:
+`MeteredAttempt`, `PrefillAttempt` (disagg/), `ResumableAttempt` (resume/). One `Handler` serves all requests, and its
+only state for a request is that it is under way.
 """
 
 from __future__ import annotations
@@ -83,10 +87,11 @@ class Handler:
 
     def __init__(
         self, door: Door, preparation: Preparation, placing: Placing, settling: Settling, responses: Responses,
-        metrics: Metrics, *, retries: int, traces: Traces | None, metered: bool, names_replica: bool, tells_cached: bool,
+        metrics: Metrics, resumer: Resumer | None, *, retries: int, traces: Traces | None, metered: bool, names_replica: bool, tells_cached: bool,
     ):  # fmt: skip
         """Create a handler.
 
+        `resumer`: with --continue-streams.
         `retries`: the number of retries per request.
         `traces`: tracing; None if it is off.
         `metered`: count the tokens of all answers, for the usage log; otherwise only of answers to tenants.
@@ -94,7 +99,13 @@ class Handler:
         `tells_cached`: add the response header `x-hitherto-cached-tokens`, with the number of prompt tokens that the
             replica was predicted to have in its KV cache.
         """
-        self.door, self._preparation, self.placing, self.settling = door, preparation, placing, settling
+        self.door, self._preparation, self.placing, self.settling, self.resumer = (
+            door,
+            preparation,
+            placing,
+            settling,
+            resumer,
+        )
         self._responses, self._traces, self._metered = responses, traces, metered
         self._names_replica, self._tells_cached = names_replica, tells_cached
         # With service classes or limits: returns the header line that says how an answer was degraded, else b"".
@@ -102,12 +113,11 @@ class Handler:
         self.before_send: list[BeforeSend] = []  # called in order for each attempt, before its request is sent
         # Whether a hook writes priorities. A JSON body that is not in UTF-8 is then refused, as none can go into it.
         self.writes_priorities = False
-        self.resumer: Resumer | None = None  # with --continue-streams
         self.under_way: set[Exchange] = set()
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self.judge = Judge(placing.eligible, settling, retries)
         self.failures = Failures(
-            placing, settling, self.judge, metrics, self.under_way, self.start,
+            placing, settling, self.judge, metrics, self.under_way, self.start, resumer,
             retries=retries, discreet=door.keys is not None,
         )  # fmt: skip
         # (state, event) -> (next state, action), for `Exchange.happened`
@@ -341,7 +351,8 @@ class Handler:
             exchange.client.write(data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
-            # No retry can follow. Where token ids are left, `TokenIdForwarding` may still send the body to check them.
+            # No retry can follow, and a record of the stream has a body of its own. Where token ids are left,
+            # `TokenIdForwarding` may still send the body to check them.
             if exchange.legs is not None:
                 self.settling.drop_unsent(exchange.legs)
             exchange.forget_body()
@@ -372,7 +383,7 @@ class Handler:
 
     def on_complete(self, attempt: Attempt) -> None:
         """Finish an attempt whose answer is complete; if all of its body was held back, check and relay that first."""
-        if attempt.state is AWAITING:  # the bytes that were held back are the whole body
+        if attempt.state is AWAITING:  # what was held back, if anything, is the whole body
             self.on_body(attempt, b"", whole=True)
             if attempt.state is ANSWERING:  # they were relayed
                 attempt.end()  # calls this method again, or checks first whether the recorded stream lacks an event

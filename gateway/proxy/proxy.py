@@ -126,17 +126,17 @@ class Proxy:
             self.backends, router, metrics, self.forwarding, on_traffic, self.pulse, self.eligible.when_full
         )
         self.door = Door(self.eligible, settling, allow_paths, keys, metering)
+        resumer: Resumer | None = None
+        if continue_streams != "never":
+            resumer = Resumer(
+                self.placing, settling, self.eligible, metrics, continue_budget, discreet=keys is not None
+            )
         self.handler = handler = Handler(
-            self.door, self.preparation, self.placing, settling, responses, metrics, retries=retries, traces=traces,
+            self.door, self.preparation, self.placing, settling, responses, metrics, resumer, retries=retries, traces=traces,
             metered=usage_log is not None, names_replica=response_headers, tells_cached=cached_tokens_header,
         )  # fmt: skip
         self.handle = handler.handle
         self.exchanges = handler.under_way
-        resumer: Resumer | None = None
-        if continue_streams != "never":
-            resumer = handler.resumer = handler.failures.resumer = Resumer(
-                self.placing, settling, self.eligible, metrics, continue_budget, discreet=keys is not None
-            )
         queue: Queue | None = None
         priorities: Priorities | None = None
         self.control: OverloadControl | None = None
@@ -153,8 +153,7 @@ class Proxy:
         # figures ask the queue for the request's class before the queue forgets it.
         handler.before_send = [one.before_send for one in (self.forwarding, resumer, priorities, traces) if one]
         settling.on_first = [one.first_token for one in (figures, queue) if one]
-        settling.on_end = [resumer.forget] if resumer else []
-        settling.on_end += [one.ended for one in (traces, figures, queue) if one]
+        settling.on_end = [one.ended for one in (resumer, traces, figures, queue) if one]
         settling.on_end += on_end if usage_log is None else (*on_end, usage_log)
         self.deadlines = Deadlines(handler, figures, request_timeout=request_timeout, idle_timeout=idle_timeout)
 

@@ -271,8 +271,7 @@ class Settling:
         """
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
         moving = two_legs.moving_seconds(second.placement, seconds - writing) - legs.computing
-        legs.moved_in = max(0.0, moving)
-        self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
+        self.metrics.transfer_seconds.observe(second.backend.id, legs.arrived(moving))
         self.metrics.predicted_transfer_seconds.inc(second.backend.id, by=legs.moving)
         sender = legs.prefiller.replica
         if learns and sender.state is State.READY and sender.since <= second.sent_at:
@@ -293,8 +292,7 @@ class Settling:
                 asyncio.get_running_loop().call_later(TRAILS_SECONDS, self.drop_first, legs)
             else:
                 self.drop_first(legs)
-        placement, legs.unsent = legs.unsent, None
-        if placement is None:
+        if (placement := legs.take_unsent()) is None:
             return
         if not computed:
             self._router.abandon(placement, computed=False)
@@ -307,7 +305,7 @@ class Settling:
 
     def drop_first(self, legs: Legs) -> None:
         """Drop the first leg (prefill) of a request if it still runs, and release its load."""
-        first, legs.first = legs.first, None
+        first = legs.take_first()
         if first is not None and first.state is not AttemptState.ENDED:
             first.end_as(AttemptEvent.DROPPED)
             self.release(first, computed=first.sent_at > 0)
@@ -465,7 +463,7 @@ class Settling:
             whole = record.prompt if attempt.is_continued and record is not None else prompt
             sequences = 1 if exchange.response is not None else MOST_SEQUENCES
             usage = believed(usage, *most_tokens(backend, whole, sequences))
-        # If the answer to a prompt came in one read, the judge has checked its end with its first bytes.
+        # If the answer to a prompt came in one read, `Handler.on_body` has checked its end with its first bytes.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
         if attempt.leg is not None:
@@ -755,7 +753,8 @@ class Settling:
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
         """Count a request that has ended in metrics, and call the `on_end` callbacks.
 
-        `outcome`: "complete", "failed", "refused" (the gateway answered with an error, also after attempts), "aborted"
+        `outcome`: "complete" (the client has a replica's whole answer, whatever its status), "failed" (it has a whole
+            200 with an error in it), "refused" (the gateway answered with an error, also after attempts), "aborted"
             (the client left) or "cut" (the answer broke off). The legs of a request that failed are dropped by now.
         """
         metrics, attempt, now = self.metrics, exchange.attempts[-1] if exchange.attempts else None, monotonic()

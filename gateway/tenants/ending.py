@@ -129,7 +129,7 @@ class Settled:
         if exchange.charge is not None:
             self._metering.settle(exchange.charge, found.input, found.output, _is_unserved(exchange))
         if tenant.name in self._names:
-            answered = exchange.fault or exchange.answered_with
+            answered = exchange.result
             status = outcome if outcome in BROKEN_OFF else f"{answered // 100}xx"
             self._metrics.tenant_requests.inc(tenant.name, status)
             for kind, tokens in zip(TOKENS, found):

@@ -168,7 +168,7 @@ def _line(exchange: Exchange, outcome: str, usage: Usage | None) -> bytes:
             "cached_tokens": found.cached,
             "output_tokens": found.output,
             "counted_by": "engine" if usage is not None and usage.prompt is not None else "gateway",
-            "status": exchange.fault or exchange.answered_with,
+            "status": exchange.result,
             "outcome": outcome,
             "seconds": round(monotonic() - exchange.begun, 6),
         },

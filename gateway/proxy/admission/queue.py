@@ -447,7 +447,7 @@ class Queue:
 def _failed(exchange: Exchange, outcome: str) -> bool:
     """Return whether a request got no complete answer, through no fault of its client."""
     if outcome in ("complete", "failed"):
-        return (exchange.fault or exchange.answered_with) >= 500
+        return exchange.result >= 500
     return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
 
 

@@ -22,7 +22,7 @@ from ..resume.resumer import Resumer
 from ..settling import ABANDONED, STREAMING_APIS, Settling
 from ..states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 from . import retries
-from .blame import settled
+from .blame import request_at_fault
 from .retries import KINDS, Failed, Next
 
 if TYPE_CHECKING:
@@ -41,19 +41,19 @@ class Failures:
 
     def __init__(
         self, placing: Placing, settling: Settling, judge: Judge, metrics: Metrics, under_way: set[Exchange],
-        start: Callable[..., None], *, retries: int, discreet: bool,
+        start: Callable[..., None], resumer: Resumer | None, *, retries: int, discreet: bool,
     ):  # fmt: skip
         """Create the actions of a `Handler`, with which they share the other arguments.
 
         `under_way`: the exchanges that have not ended; those that end here are removed from it.
         `start(exchange, attempt)`: the `Handler`'s method of this name.
+        `resumer`: with --continue-streams.
         `retries`: the number of retries per request.
         `discreet`: name no replicas in errors, because the clients are tenants, and several may share a replica.
         """
         self.placing, self.settling, self.judge, self._metrics = placing, settling, judge, metrics
-        self.under_way, self._start = under_way, start
+        self.under_way, self._start, self._resumer = under_way, start, resumer
         self._retries, self.discreet = retries, discreet
-        self.resumer: Resumer | None = None  # with --continue-streams
 
     # --- an attempt fails
 
@@ -69,7 +69,7 @@ class Failures:
         need to know of the failure. If the attempt was a first leg (prefill) that ran at the same time as the second
         one, the exchange may go on without an event.
 
-        `error`: its `kind` is one of `retries.KINDS`.
+        `error`: its `kind` is one of `retries.KINDS`, or STALLED within an answer.
         """
         if (
             attempt.backend.replica.ends
@@ -91,8 +91,10 @@ class Failures:
             # gracefully, even if its state does not show that yet. A crash would have closed all of them.
             attempt.had_whole and not (replica.ends or (error.kind == retries.CONNECT and self.holds(replica.engine))),
             unread=error.unread,
-            alone=error.unread and not self.judge.left(exchange, attempt)[1],
-            agreed=error.kind == retries.ERROR_ANSWER and bool(seen := exchange.unattributed_errors) and settled(seen),
+            alone=error.unread and not self.judge.left(exchange, attempt),
+            agreed=error.kind == retries.ERROR_ANSWER
+            and bool(seen := exchange.unattributed_errors)
+            and request_at_fault(seen),
         )
         if (legs := exchange.legs) is not None:
             beside = attempt is legs.first
@@ -106,8 +108,8 @@ class Failures:
                 still_kept=monotonic() < legs.until,
                 beside=beside,
             )
-        if self.resumer is not None and exchange.state is ExchangeState.ANSWERING:
-            event = self.resumer.event_after(exchange)
+        if self._resumer is not None and exchange.state is ExchangeState.ANSWERING:
+            event = self._resumer.event_after(exchange)
         exchange.happened(event, failed)
 
     def _first_leg_failed(self, exchange: Exchange, first: Attempt, error: UpstreamError, stale: bool) -> bool:
@@ -123,7 +125,7 @@ class Failures:
         """
         legs, attempts, settling = exchange.legs, exchange.attempts, self.settling
         assert legs is not None
-        legs.first = None
+        legs.take_first()
         if exchange.state is not ExchangeState.TRYING:
             settling.leg_ended(Leg.PREFILL, error.kind)
             if KINDS[error.kind].blamed:
@@ -132,7 +134,8 @@ class Failures:
             return False
         if error.kind == retries.CLOSED and stale and not first.new_connection:
             self._metrics.retries.inc("reconnect")
-            again = legs.first = first.repeat(new_connection=True, unread=error.unread)
+            again = first.repeat(new_connection=True, unread=error.unread)
+            legs.repeat_first(again)
             exchange.add_attempt(again)
             exchange.put_last(attempts[-2])  # the leg that answers
             self._start(exchange, again)
@@ -165,7 +168,8 @@ class Failures:
         failure is counted against the replica if its kind is known to be the replica's fault.
         """
         attempt, kind = exchange.attempts[-1], failed.kind
-        following = retries.after(failed, exchange.attempts_used, exchange.crashes, self._retries)
+        crashes = exchange.crashes.after(failed)
+        following = retries.after(failed, exchange.attempts_used, crashes, self._retries)
         if following is Next.SAME:
             exchange.used(failed.unread and not failed.stale)
             as_text = kind == retries.IDS  # otherwise on a new connection
@@ -181,9 +185,9 @@ class Failures:
         self.placing.pulls.failed(exchange, attempt, kind)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
             if following is not Next.LEGS:
-                exchange.rule_out(self.judge.left(exchange, attempt)[0])
+                exchange.rule_out(attempt, kind)
             exchange.used(KINDS[kind].counts)
-        exchange.crashed(exchange.crashes.after(failed))
+        exchange.crashed(crashes)
         if following is Next.LOST:
             why = f"{max(exchange.crashes)} replicas went down or hung with this request, so no other is tried"
             error = exchange.exhausted(why, again=False, code="replicas_lost")
@@ -221,15 +225,15 @@ class Failures:
         if exchange.legs is not None:
             self.settling.leg_ended(Leg.DECODE, failed.kind)
             self.settling.drop_legs(exchange)
-        assert self.resumer is not None
-        self.resumer.resume(exchange)
+        assert self._resumer is not None
+        self._resumer.resume(exchange)
 
     def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
         """End a stream that broke off and that no replica has resumed; its last event tells the client `error`."""
         self._close(exchange)
         self.settling.close_unattributed(exchange)
-        assert self.resumer is not None
-        self.resumer.give_up(exchange, error)
+        assert self._resumer is not None
+        self._resumer.give_up(exchange, error)
 
     def cut(self, exchange: Exchange, why: Failed | UpstreamError) -> None:
         """End an answer that broke off after its first bytes went to the client.

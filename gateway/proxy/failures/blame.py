@@ -67,7 +67,7 @@ def _alike(one: str, other: str) -> bool:
     return (one in SAME and other in SAME) or (one in REFUSED_ALIKE and one == other)
 
 
-def settled(unattributed_errors: Sequence[UnattributedError]) -> bool:
+def request_at_fault(unattributed_errors: Sequence[UnattributedError]) -> bool:
     """Return whether the request itself is at fault, because two engines failed it alike; no third is tried then.
 
     Errors of engines that have failed several requests in a row do not count (`UnattributedError.witness`).

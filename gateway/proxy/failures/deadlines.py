@@ -178,7 +178,7 @@ class Deadlines:
             return False
         return (
             self._handler.judge.may_retry(exchange, attempt)
-            and self._handler.judge.left(exchange, attempt)[1][0].replica.state is State.READY
+            and self._handler.judge.left(exchange, attempt)[0].replica.state is State.READY
         )
 
     def _stood_still(self, attempt: Attempt, now: float) -> float:

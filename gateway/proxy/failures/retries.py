@@ -5,7 +5,8 @@
   was closed before the request can have been read and no other replica is left: one of several processes behind the
   address may have ended. A connection is replaced only once.
 - Any other failure leads to another replica, as long as retries are left. If no replica is left, placing ends the
-  request (`Exchange.unplaced`).
+  request (`Exchange.unplaced`). An error that a replica answered with is no failure then: `responses/judge.py` passes
+  it to the client if it finds neither a retry nor a replica left.
 - A request under which two replicas crashed or hung gets no third one, since the request may be the cause. A replica
   that closed the connection before it can have read the whole request is not counted. Nor is a replica that shuts down
   gracefully, as in a rolling restart; its requests may go to any replica.
@@ -30,11 +31,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-# The kinds of failure. Of the connection: it was not accepted, it was closed, the peer does not speak HTTP, the replica
-# was removed meanwhile, another process listens at the replica's address by now.
-CONNECT, CLOSED, PROTOCOL, REMOVED, REPLACED = "connect", "closed", "protocol", "removed", "replaced"
-# The gateway itself cannot open a connection, since it has no file descriptors left.
-OWN = "own"
+from ...http.upstream import CLOSED as CLOSED
+from ...http.upstream import CONNECT as CONNECT
+from ...http.upstream import OWN as OWN
+from ...http.upstream import PROTOCOL as PROTOCOL
+from ...http.upstream import REMOVED as REMOVED
+
+# The kinds of failure, besides those of `http.upstream`. Another process listens at the replica's address by now.
+REPLACED = "replaced"
 # Of time: an unhealthy replica sent nothing for too long; a replica that shuts down closed the connection or stopped
 # sending; a stream stalled; no byte came within the request's timeout.
 HUNG, LEFT, STALLED, TIMEOUT = "hung", "left", "stalled", "timeout"
@@ -49,7 +53,8 @@ PREFILL_FAILED = "prefill failed"
 # The replica that resumed a stream produced text that does not continue what the client already received.
 DIFFERS = "differs"
 SHUT_DOWN = "shutting_down"  # the gateway shut down within an answer
-# Statuses after which any request is retried on another replica. After a 501 it is not: no such engine could serve it.
+# Statuses after which any request is retried on another replica, as long as one is left. After
+# a 501 it is not: no such engine could serve it.
 RETRYABLE = frozenset((500, 502, 503, 504))
 # The kind that is reported to a replica's health checks for an error that may not be the replica's fault.
 UNCONFIRMED = "unconfirmed"
@@ -148,7 +153,7 @@ def is_crash(failed: Failed) -> bool:
     """
     if failed.unread or failed.kind in (CONNECT, REPLACED):
         return failed.had_whole
-    return KINDS[failed.kind].crash
+    return failed.kind in CRASHES
 
 
 class Crashes(NamedTuple):
@@ -179,14 +184,14 @@ def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
     The second crash ends a request as LOST, even if it has retries left.
 
     `used`: how many earlier failures of the request count against its retries.
-    `crashes`: the crashes of replicas under the request before this failure.
+    `crashes`: the crashes of replicas under the request, this failure included.
     `retries`: how many retries are allowed after the first attempt.
     """
     if failed.kind == OWN:
         return Next.FULL
     if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):
         return Next.SAME
-    if crashes.after(failed).too_many:
+    if crashes.too_many:
         return Next.LOST
     if failed.unread and failed.alone and not (failed.repeated or failed.beside) and used < retries:
         return Next.SAME

@@ -77,7 +77,7 @@ class Traces:
                 of_leg = exchange.legs.usage
             self._attempt(exchange, attempt, retries, before, of_leg)
         answered = outcome != "aborted" or bool(tried and tried[-1].first_at)
-        status = exchange.fault or exchange.answered_with
+        status = exchange.result
         failed = outcome == "cut" or (outcome != "aborted" and status >= 500)
         error = exchange.error if failed else None
         moments: list[Moment] = [("prepared", exchange.prepared_at, {})] if exchange.prepared_at else []

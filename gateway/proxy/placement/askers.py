@@ -30,6 +30,7 @@ class ExternalRequest:
     # Answers are not seen here, so it is not known which replica has a stored response. The other proxy authenticates
     # clients, so there is no tenant.
     response = model = tenant = None
+    able: tuple[Backend, ...] = ()  # it is in one leg
     attempt_type = Attempt
     is_forwarded: Literal[False] = False
     stays_whole = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from policies import Router, Targets
@@ -83,11 +83,12 @@ class Eligibility:
         tried: tuple[Backend, ...] = (),
         named: str | None = None,
         tenant: Tenant | None = None,
+        able: Sequence[Backend] = (),
     ) -> Targets:
         """Return the replicas that may get a request now, as candidates of the policy; raises ApiError without any.
 
         `prompt`: the request's prompt, or None.
-        `tried`: replicas that have failed the request, and must not get it again.
+        `tried`, `able`: replicas that have failed the request, as for `remaining`.
         `named`: the model that a request without a prompt names.
         `tenant`: the tenant that sent it; the error names only models that the tenant may use.
         """
@@ -96,7 +97,7 @@ class Eligibility:
         if not targets:
             raise self.known.no_replica_error(model, tenant)
         if tried:
-            targets = Targets([backend.candidate for backend in self.remaining(prompt, tried, named)])
+            targets = Targets([backend.candidate for backend in self.remaining(prompt, tried, named, able)])
             if not targets:
                 raise ApiError(503, "no replica is left to try")
         elif prompt is not None and self.models.routes.differ_in_context(model):
@@ -114,7 +115,13 @@ class Eligibility:
                 self._ready[model] = found
         return found
 
-    def remaining(self, prompt: Prompt | None, tried: tuple[Backend, ...], named: str | None = None) -> list[Backend]:
+    def remaining(
+        self,
+        prompt: Prompt | None,
+        tried: Sequence[Backend],
+        named: str | None = None,
+        able: Sequence[Backend] = (),
+    ) -> list[Backend]:
         """Return the replicas on which a request may be retried; none if all have failed it.
 
         Degraded replicas are returned only if all ready ones have failed the request. Replicas that are other
@@ -123,6 +130,7 @@ class Eligibility:
 
         `tried`: the replicas that have failed the request.
         `named`: the model that a request without a prompt names.
+        `able`: those of them that are tried again if no other is left.
         """
         model = (prompt.model if prompt is not None else named) or None
         found = self._taking(model, tried)
@@ -131,6 +139,8 @@ class Eligibility:
         if prompt is not None and self.models.routes.differ_in_context(model):
             least = self._least_context(model, prompt)
             found = [backend for backend in found if self.models.has_room(backend.id, least)]
+        if not found and able:
+            return self.remaining(prompt, [one for one in tried if one not in able], named)
         return found
 
     def when_full(self, backend: Backend, until: float) -> None:
@@ -173,7 +183,7 @@ class Eligibility:
         known = model in self.names or not (model and self.names) or self.known.is_away(model)
         return not known and not self._taking(model)
 
-    def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
+    def _taking(self, model: str | None, tried: Sequence[Backend] = ()) -> list[Backend]:
         """Return the replicas of a model that accept whole requests (in one leg).
 
         All of them are in the same state, the best one that any of these replicas is in. Replicas of slow pools, and

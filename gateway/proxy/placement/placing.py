@@ -95,7 +95,7 @@ class Placing:
         targets = self.eligible.usual.get(prompt.model or None) if prompt is not None and not asker.tried else None
         if targets is None:
             try:
-                targets = self.eligible.targets(prompt, asker.tried, asker.model, asker.tenant)
+                targets = self.eligible.targets(prompt, asker.tried, asker.model, asker.tenant, asker.able)
             except ApiError as error:
                 if self.queue is None or not self.queue.await_replica(asker, error, now):
                     asker.unplaced(error)

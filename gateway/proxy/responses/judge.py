@@ -13,7 +13,7 @@ from ...http.upstream import UpstreamError
 from ..backend import Backend
 from ..exchange import Attempt, Exchange
 from ..failures import retries
-from ..failures.blame import DOUBTFUL, OVERLOADED, agree, settled
+from ..failures.blame import DOUBTFUL, OVERLOADED, agree, request_at_fault
 from ..placement.eligibility import Eligibility
 from ..settling import Settling
 from . import answers
@@ -34,15 +34,15 @@ class Judge:
         self._eligible, self._settling, self._retries = eligible, settling, retries
 
     def head(self, exchange: Exchange, attempt: Attempt, content_type: bytes) -> UpstreamError | None:
-        """Return why an answer with this head is not passed to the client; None if it may be passed.
+        """Return why an answer with an unusual head is not passed to the client; None if it may be passed.
 
-        A replica's error is also recorded in the exchange, since only another replica's answer shows whose fault it is.
+        Records a replica's error in the exchange, since only another replica's answer shows whose fault it is, and at
+        the replica, which may be full. So the last error answer, after which no retry or no replica is left, is passed
+        to the client like any answer.
 
         `content_type`: in lower case.
         """
         status = attempt.status
-        if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
-            return None
         has_prompt, kind = exchange.prompt is not None, retries.of_status(status)
         if attempt.leg is not None and status >= 300 and exchange.legs is not None and exchange.legs.transfer.header:
             kind = retries.LEG_REFUSED if status in MAY_BE_OURS else retries.PREFILL_FAILED
@@ -52,7 +52,7 @@ class Judge:
         doubtful = status in DOUBTFUL and exchange.response is None and (has_prompt or kind in OVERLOADED)
         if (status in retries.RETRYABLE or doubtful) and self._record_and_ask_another(exchange, attempt, kind):
             return UpstreamError(kind, f"answered {status}")
-        if status == 404 and exchange.response is not None and self.left(exchange, attempt)[1]:
+        if status == 404 and exchange.response is not None and self.left(exchange, attempt):
             return UpstreamError(retries.ELSEWHERE, "answered 404")
         return self._ours(attempt, status, str(status))
 
@@ -126,7 +126,7 @@ class Judge:
         If two engines have failed the request alike, the client also gets a header that tells it not to retry.
         """
         self._settling.record_error(exchange, attempt, kind)
-        if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
+        if not request_at_fault(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
             return True
         if agree(exchange.unattributed_errors):
             attempt.response_head.add(NO_RETRY)
@@ -144,21 +144,13 @@ class Judge:
         """
         if exchange.attempts_used >= self._retries:
             return False
-        return attempt.could_not_fetch(kind) or bool(self.left(exchange, attempt)[1])
+        return attempt.could_not_fetch(kind) or bool(self.left(exchange, attempt))
 
-    def left(self, exchange: Exchange, attempt: Attempt) -> tuple[tuple[Backend, ...], list[Backend]]:
-        """Return two groups of replicas if this attempt fails: those not sent the request again, and those left to try.
-
-        The first are all that have failed it. But if no other replica is left, a decoder that only failed to fetch the
-        prompt's KV cache from another replica may be asked again, since it can compute the prompt itself.
-        """
-        prompt, model, tried = exchange.prompt, exchange.model, (*exchange.tried, attempt.backend)
-        if others := self._eligible.remaining(prompt, tried, model):
-            return tried, others
-        last = {one.backend: one for one in exchange.attempts}
-        able = {backend for backend, one in last.items() if one.could_not_fetch(getattr(one.error, "kind", ""))}
-        tried = tuple(one for one in tried if one not in able)
-        return tried, self._eligible.remaining(prompt, tried, model) if able else []
+    def left(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
+        """Return the replicas that are left to try if this attempt fails."""
+        return self._eligible.remaining(
+            exchange.prompt, (*exchange.tried, attempt.backend), exchange.model, exchange.able
+        )
 
 
 def _foreign(what: str) -> UpstreamError:

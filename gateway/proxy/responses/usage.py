@@ -85,7 +85,7 @@ def _last_usage(tail: bytes, depth: int) -> Usage | None:
         for _ in range(depth - 1):
             found = found[""]
         usage = found["usage"]
-        if usage.keys() - _OPENAI_COUNTS:
+        if not usage.keys() <= _OPENAI_COUNTS:
             return None
     except (ValueError, LookupError, TypeError, AttributeError):
         return None  # the bytes are not the rest of `depth` objects, or a name occurs twice in them

@@ -23,7 +23,7 @@ from ..outgoing import Outgoing
 from ..placement.eligibility import Eligibility
 from ..placement.placing import Placing
 from ..settling import Settling
-from ..states import AttemptState, ExchangeEvent
+from ..states import AttemptState, ExchangeEvent, Leg
 from .record import IDS, OVER, REPEAT, StreamRecord
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ResumableAttempt(Attempt):
         self.upstream = None
         record = self.exchange.stream_record
         if self.state is AttemptState.ANSWERING and record is not None:
-            record.resumer.ended(self, record)
+            record.resumer.finish(self, record)
         else:
             self.handler.on_complete(self)
 
@@ -128,7 +128,7 @@ class Resumer:
         added.
         """
         record = exchange.stream_record
-        if record is None or (attempt.leg is not None and not attempt.streams):
+        if record is None or attempt.leg is Leg.PREFILL:
             return
         if record.breaks and record.way == IDS:
             ids = (record.prompt_ids + record.ids).tobytes()
@@ -176,7 +176,7 @@ class Resumer:
         record.begin(head, len(exchange.attempts) - 1, exchange.request.body, keeps_body)
         return self.taken(attempt, record, record.take(data))
 
-    def ended(self, attempt: ResumableAttempt, record: StreamRecord) -> None:
+    def finish(self, attempt: ResumableAttempt, record: StreamRecord) -> None:
         """Finish a stream whose HTTP message is complete, or fail the attempt if an event is missing.
 
         If only the last event is missing, the gateway writes it.
@@ -228,10 +228,10 @@ class Resumer:
         if reason:
             self._refused[exchange] = reason
 
-    def forget(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """Release the record at the end of a request; the first of the `on_end` callbacks.
+    def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+        """Release the record at the end of a request, and set the prompt and the number of events of the whole stream.
 
-        The other callbacks need the prompt and the number of events of the whole stream, which are set here.
+        The other `on_end` callbacks need these, so this is the first one.
         """
         self._refused.pop(exchange, None)
         record = exchange.stream_record
@@ -259,25 +259,25 @@ class Resumer:
     # --- the failure of a replica
 
     def event_after(self, exchange: Exchange) -> ExchangeEvent:
-        """Return the exchange's event after the attempt that was answering has failed.
+        """Decide whether a stream whose attempt has failed is resumed; return this decision as the exchange's event.
 
-        INTERRUPTED if another replica may resume the stream, in the way that is set in its record now; else FAILED,
-        which is counted with its reason.
+        INTERRUPTED: another replica resumes the stream, in the way that is set in its record now. FAILED: no replica
+        does, which is counted with its reason.
         """
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         if record is None:
             reason = self._refused.get(exchange, "")
-        elif not (reason := self._refusal(exchange, record, attempt)):
+        elif not (reason := self._decide(exchange, record, attempt)):
             return ExchangeEvent.INTERRUPTED
         if reason:
             self._metrics.streams_not_continued.inc(reason)
         return ExchangeEvent.FAILED
 
-    def _refusal(self, exchange: Exchange, record: StreamRecord, attempt: Attempt) -> str:
-        """Return why a stream is not resumed, as the label in metrics, or "" if it is to be resumed.
+    def _decide(self, exchange: Exchange, record: StreamRecord, attempt: Attempt) -> str:
+        """Choose the way to resume a stream, set it in `record.way`, and return "".
 
-        In the latter case, the way to resume it is set in `record.way`. If the replica failed before it wrote new text,
-        this counts as a crash under the request.
+        If it is not resumed, the reason is returned, as the label in metrics. If the replica failed before it wrote new
+        text, this counts as a crash under the request.
         """
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.proxy.failures.blame import UnattributedError, agree, settled
+from gateway.proxy.failures.blame import UnattributedError, agree, request_at_fault
 
 
 def said(*answers):
@@ -27,7 +27,7 @@ def said(*answers):
     ([("a", "status 401"), ("b", "status 500")], False),
 ])  # fmt: skip
 def test_two_engines_that_fail_a_request_alike_blame_the_request(answers, blamed):
-    assert agree(said(*answers)) is blamed and settled(said(*answers)) is blamed
+    assert agree(said(*answers)) is blamed and request_at_fault(said(*answers)) is blamed
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,6 @@ def test_two_engines_that_fail_a_request_alike_blame_the_request(answers, blamed
 )
 def test_an_engine_that_only_fails_is_no_witness_so_a_third_is_asked(first, second, enough):
     answers = said(("a", "status 500", first), ("b", "status 500", second))
-    assert settled(answers) is enough and agree(answers), "if there is no third, it is the request all the same"
+    assert request_at_fault(answers) is enough and agree(answers), (
+        "if there is no third, it is the request all the same"
+    )

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.proxy.failures import retries as rules
 from gateway.proxy.failures.blame import DOUBTFUL, REFUSED_ALIKE
 from gateway.proxy.failures.retries import (
     CLOSED,
@@ -21,10 +22,14 @@ from gateway.proxy.failures.retries import (
     Crashes,
     Failed,
     Next,
-    after,
     is_crash,
     of_status,
 )
+
+
+def after(failed, used, before, retries):
+    return rules.after(failed, used, before.after(failed), retries)
+
 
 ONE = Crashes(1, 1)  # of a replica that had all of the request
 crashes = st.builds(Crashes, st.integers(0, 5), st.integers(0, 5))

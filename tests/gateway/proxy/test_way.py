@@ -85,7 +85,7 @@ async def passed_by(s, talk) -> tuple[list[str], int]:
 # chat passed 34 files when one object was in nine of them.
 @pytest.mark.parametrize(
     ("way", "answered", "calls", "files", "changes"),
-    [(plain, 107, 131, 25, 81), (retried, 267, 299, 36, 193), (in_two_legs, 164, 196, 31, 111)],
+    [(plain, 107, 131, 25, 81), (retried, 253, 285, 36, 182), (in_two_legs, 164, 196, 31, 111)],
     ids=["plain", "a retry", "two legs"],
 )
 async def test_a_chat_passes_few_files_in_few_calls(way, answered, calls, files, changes):

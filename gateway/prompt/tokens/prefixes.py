@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from operator import itemgetter
+from operator import add, itemgetter
 from sys import getsizeof
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -29,7 +29,7 @@ from ..render.trace import Check, Question, answered, check_of, hold, text_of
 from .tokenizer import Tokenizer
 
 _SEGMENT_BYTES = 120  # memory of a segment without the objects that it refers to
-_NODE_BYTES = 500  # memory of a node, its key, its serial and its place in the dictionary
+_NODE_BYTES = 650  # memory of a node, its key, its serial, and its places in the dictionary, also as the newest child
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -53,6 +53,7 @@ Key = tuple[int, bytes, str | bytes]  # the parent's serial, the digest of the l
 # each full collection.
 Node = tuple[int, bytes, bytes, int, bytes, int, bytes]
 _ASKED = 6
+_MOST_OPENINGS, _LONGEST_OPENING = 1024, 64  # literals in memory, and the characters of one
 _HASH_BYTES = 8
 
 
@@ -249,8 +250,12 @@ class Prefixes:
         self._tokenizer = tokenizer
         self._block_size = block_size
         self._width = 4 * block_size
-        self._nodes: Generations[Key, Node] = Generations(budget_bytes, _size)
+        # By key, the nodes. By its parent's serial, the newest child of a node, with the digest of its literals and its
+        # text: to compare the text takes a tenth of the time of hashing it, and a conversation that goes on finds all
+        # its segments so. They are young only, so a node in use is looked up by its key once in each generation.
+        self._nodes: Generations[Key | int, Any] = Generations(budget_bytes, _size)
         self._serials = itertools.count(1)
+        self._openings: dict[str, bytes] = {}  # what `_opening` has returned
 
     @property
     def bytes(self) -> int:
@@ -275,17 +280,26 @@ class Prefixes:
         found, packed = [lead], []
         end, tail, chars = len(lead), lead, 0
         for literals, asks, text in zip(plan.literals, plan.asks, texts):
-            key = (parent, literals, text if len(text) < _LONG else digest(text))
-            node = young(key)
-            if node is None:
-                node = old(key)
+            newest = young(parent)
+            if newest is not None and newest[0] == literals and newest[1] == text:
+                node = newest[2]
+            else:
+                key = (parent, literals, text if len(text) < _LONG else digest(text))
+                node = young(key)
                 if node is None:
-                    break
-                nodes.keep(key, node)
+                    node = old(key)
+                    if node is None:
+                        break
+                    nodes.keep(key, node)
+                    if len(text) < _LONG:
+                        nodes.young[parent] = literals, text, node
             if asks and asks != node[_ASKED]:
                 if not hold(plan.segments[len(packed)].checks, text):
                     raise Mismatch
-                nodes.young[key] = (*node[:_ASKED], asks)
+                node = (*node[:_ASKED], asks)
+                nodes.young[parent, literals, text if len(text) < _LONG else digest(text)] = node
+                if newest is not None and newest[1] == text:
+                    nodes.young[parent] = literals, text, node
             parent, ids, new, end, tail, chars, _ = node
             found.append(ids)
             packed.append(new)
@@ -295,31 +309,50 @@ class Prefixes:
             return Found(b"".join(found), hashes, chars)
         # Tokenize, hash and store the new segments.
         segments, texts = plan.segments[known:], texts[known:]
-        rendered = []
+        rendered, opened = [], []
         for segment, text in zip(segments, texts):
             if segment.checks and not hold(segment.checks, text):
                 raise Mismatch
-            rendered.append(segment.before + text + segment.after)
-        tokens = self._tokenizer.encode_many(rendered)
+            opening = self._openings.get(segment.before)
+            if opening is None:
+                opening = self._opening(segment.before)
+            opened.append(opening)
+            rendered.append(text + segment.after if opening else segment.before + text + segment.after)
+        tokens = [*map(add, opened, self._tokenizer.encode_many(rendered))]
         data = b"".join((tail, *tokens))
         new = array("Q", hash_blocks(data, self._block_size, hashes[-1] if hashes else seed))
         hashes += new
         width, start, begin, done, parent = self._width, end - len(tail), end, 0, 0
         size = 0  # the memory of the new nodes, as `_size` computes it, without their tokens and hashes
-        for segment, text, print_, ids in zip(segments, texts, rendered, tokens):
+        for segment, text, ids in zip(segments, texts, tokens):
             end += len(ids)
-            chars += len(print_)
+            chars += len(segment.before) + len(text) + len(segment.after)
             full = (end - start) // width
             if parent:
                 key = (parent, segment.literals, text if len(text) < _LONG else digest(text))
             parent = next(self._serials)
             mine = new[done:full].tobytes()
             # `nodes.young` is read for each segment, because another thread may have started a new generation.
-            nodes.young[key] = (parent, ids, mine, end, data[full * width : end - start], chars, segment.asks)
+            node = parent, ids, mine, end, data[full * width : end - start], chars, segment.asks
+            nodes.young[key] = node
+            if len(text) < _LONG:
+                nodes.young[key[0]] = segment.literals, text, node
             size += _NODE_BYTES + getsizeof(key[2])
             done = full
         nodes.grow(size + end - begin + _HASH_BYTES * done)
         return Found(b"".join((*found, *tokens)), hashes, chars)
+
+    def _opening(self, literal: str) -> bytes:
+        """Return the tokens of a literal to which those of any text after it can be added, or b"".
+
+        b"" is also returned for ASCII literals: the text is joined with them. A text after another literal, such as
+        `<｜User｜>`, would take two bytes for each character, and be converted to UTF-8 again.
+        """
+        if len(self._openings) >= _MOST_OPENINGS:
+            self._openings.clear()
+        usual = literal.isascii() or len(literal) > _LONGEST_OPENING
+        found = self._openings[literal] = b"" if usual else self._tokenizer.opening(literal)
+        return found
 
     def resize(self, block_size: int) -> None:
         """Set another block size in tokens, and empty the cache, because the block hashes depend on the size."""
@@ -331,7 +364,9 @@ class Prefixes:
         self._nodes.clear()
 
 
-def _size(key: Key, node: Node) -> int:
+def _size(key: Key | int, node: Node) -> int:
+    if type(key) is int:  # counted with the child's node
+        return 0
     return _NODE_BYTES + getsizeof(key[2]) + len(node[1]) + len(node[2])
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from array import array
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +232,20 @@ class Tokenizer:
           no letter, digit or underscore, which would prevent one before it from matching.
         The rule is tested on sample texts. If a test fails, no token is returned.
         """
-        added = [
+        return self._alone if self._cuts_hold(sorted(self._alone)) else frozenset()
+
+    @cached_property
+    def _alone(self) -> frozenset[str]:
+        return _standing_alone(self._matched)
+
+    @cached_property
+    def _matched(self) -> list[dict[str, Any]]:
+        """Return the added tokens that are found in texts; they are not `normalized` if nothing is normalized."""
+        return [
             {**token, "normalized": token["normalized"] and self._normalizes}
             for token in self.added_tokens
             if not (token["special"] and self._splits_special_tokens)
         ]
-        cuts = _standing_alone(added)
-        return cuts if self._cuts_hold(sorted(cuts)) else frozenset()
 
     def _cuts_hold(self, cuts: list[str]) -> bool:
         """Return whether cutting before these tokens leaves the tokens of sample texts unchanged.
@@ -251,6 +259,28 @@ class Tokenizer:
                         log.warning("cutting before %r changes the tokens: nothing of a prompt is reused", token)
                         return False
         return True
+
+    def opening(self, literal: str) -> bytes:
+        """Return the tokens of a literal if those of any text after it can be added to them, else b"".
+
+        For each text b, ids(literal + b) == ids(literal) + ids(b) then. By the rules that `safe_cuts` states, this
+        holds if the literal ends with one of its tokens, and that token
+        - takes no blanks from its right (rstrip),
+        - is matched whatever text follows: no longer added token begins with the literal's end,
+        - ends with no letter, digit or underscore, which would prevent a single_word token behind it from matching.
+        The rule is tested on sample texts.
+        """
+        at = next((at for at in range(len(literal)) if literal[at:] in self._alone), None)
+        if at is None or literal[-1].isalnum() or literal[-1] == "_":
+            return b""
+        ends = tuple(literal[start:] for start in range(at + 1))
+        for token in self._matched:
+            text = token["content"]
+            if text.startswith(ends) and (token["rstrip"] or text not in ends):
+                return b""
+        ids = self.encode(literal)
+        rest = ("b", " b", "\nb", "'s", "3", "\u00e9", literal, literal[at + 1 :])
+        return ids if all(self.encode(literal + one) == ids + self.encode(one) for one in rest) else b""
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of these token ids, special tokens included."""

@@ -46,7 +46,7 @@ def expected(tokenizer, pieces, block_size=16, seed=SEED, lead=b""):
         max_size=8,
     ),
     block_size=st.sampled_from([1, 4, 16]),
-    budget=st.sampled_from([0, 3000, 10**8]),
+    budget=st.sampled_from([0, 3000, 8000, 10**8]),
 )
 @settings(max_examples=40)
 def test_any_prompts_in_any_order(tokenizer, prompts, block_size, budget):
@@ -65,6 +65,17 @@ def test_a_known_prefix_is_not_tokenized_again(tokenizer, asked):
     found = tokens_of(prefixes, [*given, CUT + "z"])
     assert asked == [CUT + "z"]
     assert tuple(found) == expected(tokenizer, [*given, CUT + "z"])
+
+
+def test_of_two_conversations_that_go_on_by_turns_each_is_found_whole(tokenizer, asked):
+    prefixes = Prefixes(tokenizer, 16, 10**8)
+    one, other = [CUT + "the same"], [CUT + "the same"]
+    for turn in range(6):
+        for talk in (one, other):
+            talk.append(CUT + f"{'x' if talk is one else 'y'} {turn} " * 30)
+            asked.clear()
+            assert tuple(tokens_of(prefixes, talk)) == expected(tokenizer, talk)
+            assert asked == ([*talk] if talk is one and not turn else talk[-1:])
 
 
 def test_seeds_and_leading_tokens_do_not_mix(tokenizer):
@@ -174,5 +185,5 @@ def test_the_garbage_collector_stops_tracking_nodes(tokenizer):
     tokens_of(prefixes, [CUT + "some words " * 20])
     gc.collect()
     gc.collect()
-    ((key, node),) = prefixes._nodes.young.items()
-    assert not gc.is_tracked(key) and not gc.is_tracked(node)
+    kept = prefixes._nodes.young.items()
+    assert len(kept) == 2 and not any(map(gc.is_tracked, [one for entry in kept for one in entry]))

@@ -50,6 +50,25 @@ def test_cuts_are_exact_on_real_tokenizers(name, load_model):
     same()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tokens_of_an_opening_stay_whatever_follows(name, load_model):
+    pipeline, reference = load_model(name)
+    openings = [
+        one
+        for cut in sorted(pipeline.tokenizer.safe_cuts())
+        for one in (cut, f"a {cut}")
+        if pipeline.tokenizer.opening(one)
+    ]
+    assert openings
+
+    @given(opening=st.sampled_from(openings[:40] + openings[-5:]), right=TEXTS)
+    @settings(max_examples=40)
+    def same(opening, right):
+        assert reference.ids(opening + right) == reference.ids(opening) + reference.ids(right)
+
+    same()
+
+
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 @settings(max_examples=40)
 def test_both_backends_give_the_same_ids(texts):
@@ -88,6 +107,36 @@ NORMALIZED = special("<x>", normalized=True)
 )
 def test_where_a_text_may_be_cut(tmp_path, tokens, normalizer, cuts):
     assert made(tmp_path, *tokens, normalizer=normalizer).safe_cuts() == cuts
+
+
+@pytest.mark.parametrize(
+    "tokens, literal, opens",
+    [
+        ((X,), "a<x>", True),
+        ((X, W), "<x>a", False),
+        ((special("<x>", rstrip=True),), "<x>", False),
+        ((special("<x>", single_word=True),), "<x>", False),
+        ((X, special("<x>>")), "<x>", False),
+        ((X, special("a<x>b")), "a<x>", False),
+        ((X, special("a<x>b")), "c<x>", False),  # such a token is no cut, either
+        ((special("xyz"), special("word", single_word=True)), "xyz", False),
+        ((X, special("a<x"), W), "a<x><w>", True),
+        ((special("ab"), special("bc")), "abc", False),  # ab is found in it
+    ],
+)
+def test_which_literals_open_a_text(tmp_path, tokens, literal, opens):
+    tokenizer = made(tmp_path, *tokens)
+    assert tokenizer.opening(literal) == (tokenizer.encode(literal) if opens else b"")
+
+
+def test_a_tokenizer_that_treats_the_first_text_otherwise_opens_none(tmp_path):
+    made(tmp_path, X)
+    path = tmp_path / "tokenizer.json"
+    real = Real.from_file(str(path))
+    real.pre_tokenizer = pre_tokenizers.Metaspace(replacement="a", prepend_scheme="first", split=False)
+    real.save(str(path))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("<x>b") != tokenizer.encode("<x>") + tokenizer.encode("b") and not tokenizer.opening("<x>")
 
 
 def test_a_token_that_takes_blanks_to_its_right_leaves_cuts_alone(tmp_path):

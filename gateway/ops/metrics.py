@@ -424,7 +424,7 @@ class Metrics:
         outcome=("complete", "failed", "not kept", "refused", "abandoned"))
     leg_failures = Counter("The legs that hitherto_legs_total counts as failed, by why", leg=("prefill", "decode"),
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "removed", "replaced", "left", "own", "elsewhere", "transfer stalled",
-                "shutting_down", "prefill failed", "timeout", "stalled"))
+                "shutting_down", "prefill failed", "timeout", "stalled", "differs"))
     transfer_seconds = Histogram("What a second leg's first token took beyond what its replica takes itself", LATENCY_BUCKETS, replica=LATER)
     predicted_transfer_seconds = Counter("What the transfers of hitherto_transfer_seconds were predicted to take, in seconds", replica=LATER)
     upstream_errors = Counter("Failures of replicas", replica=LATER,

@@ -408,9 +408,12 @@ def keep(tail: deque[bytes], data: bytes) -> None:
 def behind_last(tail: deque[bytes], data: bytes, mark: bytes) -> bytes:
     """Return the bytes in which to search a read (`data`) for a `mark`.
 
-    If the read before it ended within a line, its last bytes come first, since the mark may have begun there.
+    If the mark may have begun in the read before it, that read's last bytes come first. Only `ANY_EVENT` goes over the
+    end of a line.
     """
-    return data if not tail or tail[-1].endswith(b"\n") else tail[-1][1 - len(mark) :] + data
+    if not tail or (tail[-1].endswith(b"\n") and mark is not ANY_EVENT):
+        return data
+    return tail[-1][1 - len(mark) :] + data
 
 
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:

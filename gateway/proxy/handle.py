@@ -349,12 +349,14 @@ class Handler:
             exchange.client.begin_answer(attempt.response_head, self.lines(exchange, attempt), data)
         else:
             exchange.client.write(data)
+            if exchange.client.writing_paused:  # since the comments of an earlier attempt
+                exchange.pause_reading()
+        if exchange.legs is not None:
+            self.settling.drop_unsent(exchange.legs)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
             # No retry can follow, and a record of the stream has a body of its own. Where token ids are left,
             # `TokenIdForwarding` may still send the body to check them.
-            if exchange.legs is not None:
-                self.settling.drop_unsent(exchange.legs)
             exchange.forget_body()
         if error is not None:
             self.failures.failed(attempt, error)

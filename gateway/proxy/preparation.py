@@ -73,12 +73,12 @@ class Preparation:
             self._prepare_in_thread(exchange)
 
     def begin_other(self, exchange: Exchange) -> None:
-        """Prepare a request whose prompt the gateway does not tokenize: only its model is read, from a POST's body.
+        """Prepare a request whose prompt the gateway does not tokenize: only its model is read, from its body.
 
         Calls `exchange.prepared(None)` or `exchange.refused`.
         """
         request = exchange.request
-        if request.method != "POST" or exchange.response is not None:
+        if (request.method != "POST" and not request.body) or exchange.response is not None:
             self._ready(exchange, None)
         elif len(request.body) <= OFFLOAD_BYTES:
             self._was_read(exchange, self._read(exchange))

@@ -312,7 +312,7 @@ class Settling:
             self.leg_ended(Leg.PREFILL, ABANDONED)
 
     def drop_unsent(self, legs: Legs) -> None:
-        """Drop the first leg (prefill) of a request if it was not sent yet, since its body is about to be freed."""
+        """Drop the first leg (prefill) of a request if it was not sent yet, since the second one is being answered."""
         if legs.first is not None and not legs.first.sent_at:
             self.drop_first(legs)
 
@@ -405,7 +405,10 @@ class Settling:
             exchange.label, b"".join([one[-TAIL_BYTES:] for one in attempt.tail])
         ):
             attempt.show_first(now, late=True)
-            self.first_token(attempt, exchange.begun)
+            if attempt.is_continued:  # the stream's first token came from another replica
+                self._router.first_token(attempt.placement, now)
+            else:
+                self.first_token(attempt, exchange.begun)
 
     def came(self, attempt: Attempt) -> None:
         """Add a stream's reads since the last sweep to its load as tokens; a read has one token, or sometimes a few."""
@@ -416,10 +419,12 @@ class Settling:
 
     def joined(self, attempt: Attempt) -> None:
         """Account for the first byte of an attempt that resumes another replica's stream."""
-        backend, at = attempt.backend, attempt.first_at or monotonic()
+        backend, at = attempt.backend, attempt.first_at
         backend.answers += 1
         if attempt.exchange.unattributed_errors:
             self._attribute(attempt.exchange, attempt)
+        if not at:  # its bytes so far show no output: `look_for_first` follows
+            return
         learns = self.pulse.saw(attempt.sent_at, at) and backend.may_learn(at)
         self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
 
@@ -468,7 +473,7 @@ class Settling:
         ended = COMPLETE
         if attempt.leg is not None:
             ended = self._leg_answered(exchange, attempt, tail)
-            if exchange.legs is not None:  # the answer's first bytes showed no token
+            if exchange.legs is not None and not attempt.first_at:  # no first byte was accounted for
                 self.prefilled_elsewhere(exchange.legs, attempt.status == 200)
         if attempt.fault:  # seen in its first bytes
             self.release(attempt, computed=False)

@@ -55,8 +55,10 @@ def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
     The estimate is of the answer's tokens. A request that was answered with an error costs nothing. If the client
     disconnected or the stream broke, the request costs the tokens that were computed by then.
     """
-    attempt, prompt = exchange.attempt, exchange.prompt
-    if attempt is None or not attempt.sent_at or exchange.status:
+    prompt = exchange.prompt
+    # The last attempt that the client has something of, or whose replica has computed for it.
+    sent = (one for one in reversed(exchange.attempts) if one.pieces or (one.sent_at and one.error is None))
+    if exchange.status or (attempt := next(sent, None)) is None:
         return NOTHING
     if attempt.status >= 400 or (attempt.fault and not attempt.computed):
         return NOTHING

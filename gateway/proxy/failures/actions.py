@@ -131,6 +131,7 @@ class Failures:
             if KINDS[error.kind].blamed:
                 settling.blame(first.backend, error.kind)
             settling.release(first, computed=KINDS[error.kind].computed)
+            settling.close_unattributed(exchange)
             return False
         if error.kind == retries.CLOSED and stale and not first.new_connection:
             self._metrics.retries.inc("reconnect")

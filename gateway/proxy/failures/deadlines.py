@@ -70,15 +70,16 @@ class Deadlines:
         attempt, since = exchange.attempt, exchange.begun
         if exchange.state is ExchangeState.RESUMING and exchange.stream_record is not None:
             since = exchange.stream_record.broke_at
-        if attempt is not None and attempt.state is AttemptState.AWAITING:
-            since = max(since, attempt.seen_at)  # when it last sent a keep-alive comment
-        if self._ran(since, now) > self._request_timeout:
-            self._settling.blame(attempt.backend if attempt else None, TIMEOUT)
-            within = f"within {self._request_timeout:g} s"
-            what = f"sent no byte of an answer {within}"
-            late = ApiError(504, f"no replica was found for it {within}")
+        if exchange.opened is not None:  # the last keep-alive comment counts, also one of an earlier attempt
+            since = max(since, *(one.seen_at for one in exchange.attempts))
+        if self._ran(since, now) > (limit := self._request_timeout):
+            late = ApiError(504, f"no replica was found for it within {limit:g} s")
             if attempt is not None:
-                late = ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
+                late = ApiError(504, f"no replica sent a byte of an answer within {limit:g} s")
+                if attempt.state is not AttemptState.ENDED and 2 * self._ran(attempt.begun_at, now) > limit:
+                    what = f"sent no byte of an answer within {limit:g} s"
+                    late = ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
+                    self._settling.blame(attempt.backend, TIMEOUT)  # it had most of the time
             self._time_out(exchange, late)
         elif attempt is not None and attempt.state is AttemptState.AWAITING:
             self._check_unanswered(exchange, attempt, now)

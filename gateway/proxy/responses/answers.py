@@ -212,6 +212,8 @@ def output_events(label: str, data: bytes, first: bool) -> int:
         counted.
     """
     count = data.count(OUTPUT_MARKS.get(label, ANY_EVENT))
+    if first and label not in OUTPUT_MARKS and data.startswith(ANY_EVENT[1:]):
+        count += 1
     if first and count and label == "chat":
         return max(0, count - len(_ONLY_ROLE.findall(data)))
     return count

@@ -292,9 +292,14 @@ class StreamRecord:
         """Record the end of the body, and return what `take` returns; the last event may lack its blank line.
 
         It is dropped if it may be torn: if it cannot be parsed, or has no data, for example if only `data:` has come.
+        Where events are not parsed, it is passed on as it came.
         """
         self.chunks, part = None, bytes(self.part)
-        passes = part and (self.is_unread or read(self.label, part).kind not in (Kind.STRANGE, Kind.BESIDE))
+        if self.is_unread:
+            assert self.head is not None
+            self.part.clear()
+            return framed(part, self.head), None
+        passes = part and read(self.label, part).kind not in (Kind.STRANGE, Kind.BESIDE)
         return self.take(b"\n\n") if passes else (b"", None)
 
     def _events(self, data: bytes) -> list[bytes]:

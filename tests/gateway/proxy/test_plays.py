@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.tenants.ending import cost
 from replicas import State
 
 from .legs import KEEPS_NOTHING, MOONCAKE, NIXL, WAYS, Way, leg_of
@@ -152,6 +153,17 @@ async def test_nor_is_it_sent_after_comments_that_were_relayed_before_the_answer
 
 
 @played
+async def test_nor_when_that_answer_came_in_one_read():
+    play, client, prefiller, answer = await both_legs_at_once()
+    answer.wire.says(b"".join(answer.reads))
+    await play.turn()
+    assert client.sent.endswith(ENDS) and not play.left()
+    late = prefiller.accept()
+    await play.turn()
+    assert late.sent == b"" and not play.left()
+
+
+@played
 async def test_a_leg_whose_stream_lacked_its_end_alone_is_counted_once():
     play = Fate(NIXL, continues=True).play
     client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
@@ -185,6 +197,106 @@ async def test_what_is_sent_nowhere_again_is_no_retry():
     await play.turn()
     assert client.sent.startswith(b"HTTP/1.1 503 ")
     assert not play.proxy.metrics.retries.total()
+
+
+@played
+async def test_a_replica_has_its_time_after_one_that_sent_comments():
+    play = Play(2, request_timeout=60.0)
+    client = await play.asks(STREAMED)
+    first = play.replica(0).accept()
+    await play.answers(first, SSE_HEAD)
+    for _ in range(7):
+        await play.pass_time(10.0)
+        await play.answers(first, chunk(b": ping\n\n"))
+        await play.pass_time(0.3)
+    assert client.sent.count(b": ping") == 7
+    first.leave(ConnectionResetError())
+    await play.turn()
+    second = play.replica(1).accept()
+    await play.pass_time(50.0)
+    await play.answers(second, SSE_HEAD, chunk(EVENT), ENDS)
+    assert client.sent.endswith(ENDS) and not play.left()
+
+
+@played
+async def test_who_was_asked_late_is_not_blamed_for_the_time_before():
+    play = Play(2, request_timeout=60.0)
+    client = await play.asks(post())
+    first = play.replica(0).accept()
+    await play.pass_time(59.5)
+    first.leave(ConnectionResetError())
+    await play.turn()
+    second = play.replica(1).accept()
+    await play.pass_time(1.0)
+    assert client.sent.startswith(b"HTTP/1.1 504 ") and b"no replica sent a byte" in client.sent
+    assert second.ended == "aborted" and not play.proxy.metrics.upstream_errors.total(replica=play.backends[1].id)
+
+
+@played
+async def test_a_client_that_has_stopped_reading_stops_the_next_replica_too():
+    play = Play(2)
+    client = await play.asks(STREAMED)
+    first = play.replica(0).accept()
+    await play.answers(first, SSE_HEAD, chunk(b": ping\n\n"))
+    await play.pass_time(2.0)
+    client.protocol.pause_writing()
+    first.leave(ConnectionResetError())
+    await play.turn()
+    second = play.replica(1).accept()
+    await play.answers(second, SSE_HEAD, chunk(EVENT))
+    assert second.protocol.paused
+    client.protocol.resume_writing()
+    assert not second.protocol.paused
+
+
+@pytest.mark.parametrize("after", ["connects", "refuses", "fails"])
+@played
+async def test_a_tenant_pays_for_a_stream_that_nobody_writes_on(after):
+    costs = []
+    play = Play(2, continue_streams="exact", usage_log=lambda exchange, _, usage: costs.append(cost(exchange, usage)))
+    client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
+    first = play.replica(0).accept()
+    Answer(first, None).go_on(5)  # three words
+    first.leave(ConnectionResetError())
+    await play.turn()
+    if after == "connects":
+        client.leave()
+    elif after == "refuses":
+        play.replica(1).refuse()
+    else:
+        await play.answers(play.replica(1).accept(), reply(ERROR, b"500 Internal Server Error"))
+    await play.turn()
+    assert costs == [(len(PROMPT_IDS), 0, 3)]
+
+
+@played
+async def test_from_comments_no_time_to_the_first_token_is_learned():
+    play = Play(2, continue_streams="exact")
+    await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
+    first = play.replica(0).accept()
+    Answer(first, None).go_on(5)
+    first.leave(ConnectionResetError())
+    await play.turn()
+    answer = Answer(play.replica(1).accept(), None)
+    answer.go_on(1)
+    await play.answers(answer.wire, chunk(b": ping\n\n"))
+    await play.pass_time(6.0)
+    assert play.proxy.router.ledger.total().decoding == 0
+    answer.go_on(2)
+    await play.pass_time(1.0)
+    assert play.proxy.router.ledger.total().decoding == 1
+
+
+@pytest.mark.parametrize("continues", ["exact", "never"])
+@played
+async def test_what_is_left_unread_is_passed_on_as_it_came(continues):
+    play = Play(1, continue_streams=continues)
+    client = await play.asks(post(greedy(True), extra=b"x-request-id: q0\r\n"))
+    wire = play.replica(0).accept()
+    Answer(wire, None).go_on(3)
+    calls = b'data: {"id":"1","choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}\n\n'
+    await play.answers(wire, chunk(calls), chunk(b'data: {"id":"1","choi'), b"0\r\n\r\n")
+    assert client.sent.endswith(chunk(b'data: {"id":"1","choi') + b"0\r\n\r\n")
 
 
 # --- whatever happens

@@ -92,7 +92,7 @@ async def test_health_and_what_browsers_ask_first_need_no_key(file):
 
 async def test_keys_differ_in_what_they_may_use(file):
     seen = []
-    async with stack(answers(seen=seen), keys=Keys(file)) as s:
+    async with stack(answers(seen=seen), keys=Keys(file), allow_paths=("/mine",)) as s:
         for backend in s.proxy.backends.values():
             backend.replica.models = {"m": None, "m2": None}
             s.proxy.changed()
@@ -106,6 +106,8 @@ async def test_keys_differ_in_what_they_may_use(file):
                 assert (status, error["code"], error["param"]) == (403, "model_not_allowed", "model")
                 assert "m2" in error["message"]
             assert (await s.ask(post(b'{"prompt": "x"}', path, bearer("two"))))[0] == 403
+        put = [post(asked[model], b"/mine", bearer("two")).replace(b"POST", b"PUT", 1) for model in ("m", "m2")]
+        assert [(await s.ask(one))[0] for one in put] == [403, 200]
         chat = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}).encode()
         status, _, body = await s.ask(post(chat, b"/v1/messages", bearer("two")))
         assert status == 403 and json.loads(body)["error"]["type"] == "permission_error"
@@ -114,8 +116,8 @@ async def test_keys_differ_in_what_they_may_use(file):
         assert [one["id"] for one in listed["two"]] == ["m2"]
         asked = [await s.ask(get(b"/v1/models/" + name, bearer("two"))) for name in (b"m2", b"m", b"no")]
         assert [status for status, _, _ in asked] == [200, 403, 403]
-        assert s.metrics.rejections.values["403",] == 9
-        assert len(seen) == 4 and s.idle()
+        assert s.metrics.rejections.values["403",] == 10
+        assert len(seen) == 5 and s.idle()
 
 
 async def dies(reader, writer):

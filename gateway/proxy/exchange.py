@@ -6,7 +6,7 @@ the client, or passes it to the handler, which decides what follows.
 
 An exchange is driven by calls from the client's connection, from the preparation of the prompt, from the choice of a
 replica, and from the sweep that checks deadlines. Each call becomes an event. The table in `states` names the action
-for it, and the handler runs the action. Other modules read the fields of both, and change them only by calling the
+for it, and the handler runs the action. Other modules read the fields of both, and assign them only by calling the
 methods that say what has happened. Nothing waits here, and no task is created for a request unless its prompt is
 long or a connection has to be opened.
 """
@@ -317,7 +317,7 @@ class Attempt:
     def search(self, data: bytes) -> None:
         """Keep a read among the last ones; in a stream with a `mark`, count its output events.
 
-        Reads between the size of the smallest one that had one event, and half as much again, are not searched later.
+        Later reads of about the size of one that had one event (up to half as long again) count as one, unsearched.
         """
         if self.mark is not None:
             events, size = behind_last(self.tail, data, self.mark).count(self.mark), len(data)
@@ -520,7 +520,7 @@ class Exchange:
     stays_whole: bool = False  # it must not be split into legs, nor pull its prompt's cache from another replica
     # The record from which another replica can resume its stream; None without --continue-streams.
     stream_record: StreamRecord | None = None
-    tried: tuple[Backend, ...] = ()  # replicas that have failed the request and are not sent it again
+    tried: tuple[Backend, ...] = ()  # replicas that are not sent the request (again)
     able: tuple[Backend, ...] = ()  # those of them that are, if no other is left
     attempts_used: int = 0  # how many failed attempts count against the allowed number of retries
     retries_for: str = ""  # the kind of failure after which another replica is looked for; "" once it is found
@@ -620,12 +620,12 @@ class Exchange:
         """Count this many failed attempts against the allowed number of retries."""
         self.attempts_used += attempts
 
-    def retry_after(self, kind: str) -> None:
-        """Note that a replica is being looked for, to retry the request after a failure of this kind."""
+    def looks_for_another(self, kind: str) -> None:
+        """Note that another replica is being looked for, after a failure of this kind."""
         self.retries_for = kind
 
-    def repeated_for(self) -> str:
-        """Note that a replica was found for the retry, and return the kind of the failure that it follows."""
+    def found_another(self) -> str:
+        """Note that another replica was found, and return the kind of the failure after which it was looked for."""
         kind, self.retries_for = self.retries_for, ""
         return kind
 
@@ -676,8 +676,8 @@ class Exchange:
     def told_whole(self, prompt: Prompt, events: int) -> None:
         """Set the prompt and the number of output events of a whole stream that several replicas wrote, for accounting.
 
-        `prompt`: the client's own prompt, in place of the one that asked for the stream's rest. `events`: the number of
-        output events, which holds only if the last attempt has joined the stream.
+        `prompt`: the client's own prompt, in place of the one that asked for the stream's rest. `events`: the output
+        events that the client had when the stream broke off last.
         """
         last = self.attempts[-1]
         self.prompt, last.extra_events = prompt, max(last.extra_events, events - last.pieces)
@@ -693,7 +693,7 @@ class Exchange:
         return self.label == "responses" or self.response is not None
 
     @property
-    def beginning(self) -> Attempt:
+    def first_answering(self) -> Attempt:
         """The attempt whose answer the client got first.
 
         This is the last attempt, unless other replicas resumed the stream of an earlier one.
@@ -704,7 +704,7 @@ class Exchange:
     @property
     def answered_with(self) -> int:
         """The status that the client was sent, the gateway's own or a replica's; 0 if it was sent none yet."""
-        return self.status or (self.beginning.status if self.attempts else 0)
+        return self.status or (self.first_answering.status if self.attempts else 0)
 
     @property
     def fault(self) -> int:

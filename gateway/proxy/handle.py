@@ -5,7 +5,8 @@ client's connection, calls `handle`. Each step, and where its work is done:
 
     handle           authenticate the API key, check the path, create the `Exchange`   door.py, tenants/
     (preparation)    parse the body, render the prompt, tokenize, hash its blocks      preparation.py, prompt/
-    place            wait for room, choose a replica, reserve load on it               admission/, placement/, policies/
+    place            wait for room, choose a replica (or two), reserve load on it      admission/, placement/, disagg/,
+                                                                                       policies/
     start, _send     get a connection, write head and body to the replica              backend.py, exactness/, http/
     hand_over        after the first of two legs (prefill, decode): send the second    disagg/
     head, on_body    decide by the answer's head and first bytes if the client         responses/
@@ -20,17 +21,18 @@ client's connection, calls `handle`. Each step, and where its work is done:
 
 An error that a replica answers with is recorded by the `Judge` (responses/judge.py), by the rules in failures/blame.py.
 If a retry and a replica are left, the attempt fails; otherwise the client gets this answer like any other. A failed
-attempt, also one whose connection closed (`Attempt.lost`), goes to `Failures` (failures/actions.py). Before the first
-byte, `retries.after` (failures/) decides what follows: another attempt, or an error to the client (`answer_error`).
-Within a stream, `Resumer.event_after` (resume/) does: another replica continues it (`resume`), or it ends (`cut`).
-Every exchange ends in `Settling.ended`.
+attempt, also one whose connection closed (`Attempt.lost`), goes to `Failures` (failures/actions.py). As long as no byte
+of its answer is relayed, `retries.after` (failures/) decides what follows: another attempt (`place`, `start`), or an
+error to the client (`answer_error`). A stream that breaks later is cut (`cut`). With --continue-streams,
+`Resumer.event_after` (resume/) may have another replica continue it (`resume`, then `place`, `start` and `join`), and
+`give_up` ends it if none does. Every exchange ends in `Settling.ended`.
 
 A step that has a result calls `Exchange.happened` with an event. The tables in `states` give the exchange's next state
 and the next action, a method of `Handler` or `Failures`. All modules read the fields of exchanges and attempts, and
-only the methods of these classes and of their subclasses, named after what has happened, assign them. A stream that is
-metered, in two legs or can be resumed has an attempt of a subclass, with methods `data` and `end` of its own:
-`MeteredAttempt`, `PrefillAttempt` (disagg/), `ResumableAttempt` (resume/). One `Handler` serves all requests, and its
-only state for a request is that it is under way.
+only the methods of these classes and of their subclasses, named after what has happened, assign them. The first leg has
+an attempt of the subclass `PrefillAttempt` (disagg/), a metered answer a `MeteredAttempt`, and a stream that can be
+resumed a `ResumableAttempt` (resume/); these have methods `data` and `end` of their own. One `Handler` serves all
+requests, and its only state for a request is that it is under way.
 """
 
 from __future__ import annotations

@@ -317,9 +317,10 @@ class Settling:
             self.drop_first(legs)
 
     def drop_legs(self, exchange: Exchange) -> None:
-        """Release the loads reserved for both legs of a request, and drop its first leg (prefill) if it still runs.
+        """End the legs of a request that fails, or goes on with one replica for prompt and answer.
 
-        Called when the request fails, or goes on with one replica for prompt and answer.
+        Its first leg (prefill) is dropped if it still runs, and the load reserved for a leg that was not sent is
+        released. The load of a leg that was sent is released with its attempt.
         """
         legs = exchange.leave_legs()
         if legs is not None:
@@ -351,8 +352,8 @@ class Settling:
     def answered(self, exchange: Exchange, attempt: Attempt) -> None:
         """Account for the first byte of an answer: decide whose fault earlier errors were, and end the prefill.
 
-        If the answer is an error that is passed to the client because no other replica is left, the request's errors
-        are counted without blaming a replica.
+        If the answer is an error that is passed to the client because no retry or no other replica is left, the
+        request's errors are counted without blaming a replica.
         """
         backend = attempt.backend
         if (status := attempt.fault or attempt.status) >= 500 or (status in DOUBTFUL and exchange.unattributed_errors):

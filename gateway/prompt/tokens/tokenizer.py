@@ -117,9 +117,10 @@ class Tokenizer:
         self.bound(None)
 
     def bound(self, tokens: int | None) -> None:
-        """Set the number of tokens above which texts are refused with TooLong (None: no text is refused).
+        """Set the context length in tokens; None: unknown.
 
-        Such a text is refused before most of the work, once it is certain that it has more tokens.
+        A text that has more tokens for certain, by its length and a part of its tokens, is refused with TooLong before
+        most of the work.
         """
         self._context = tokens or sys.maxsize
         self._unchecked = _BRIEF[self.backend] // _CHAR_BYTES
@@ -261,7 +262,7 @@ class Tokenizer:
         return True
 
     def opening(self, literal: str) -> bytes:
-        """Return the tokens of a literal if those of any text after it can be added to them, else b"".
+        """Return the tokens of a literal if any text after it can be tokenized by itself, else b"".
 
         For each text b, ids(literal + b) == ids(literal) + ids(b) then. By the rules that `safe_cuts` states, this
         holds if the literal ends with one of its tokens, and that token

@@ -401,7 +401,7 @@ class Queue:
         attempt, name, prompt, slo = exchange.attempt, ticket.qos.name, exchange.prompt, ticket.slo
         if prompt is None:  # its first token is not seen
             return
-        first_at = exchange.beginning.first_at if attempt is not None else 0.0
+        first_at = exchange.first_answering.first_at if attempt is not None else 0.0
         met: bool | None = None
         as_estimated = attempt is not None and _is_as_estimated(exchange, attempt, ticket)
         if _failed(exchange, outcome):

@@ -2,7 +2,8 @@
 
 The first leg is the client's request, changed to generate one token and not to stream. Its answer is not relayed to the
 client, but contains parameters for the transfer of the KV cache. These go into the second leg, whose answer the client
-gets. A request that is not split into legs "stays whole".
+gets. With some transfers (`MeetingTransfer`) both legs are sent at once, with others the decoder's side sends the first
+one itself. A request that is not split into legs "stays whole".
 
 The Router predicts the seconds of each pair of replicas (`policies.legs`), a `Transfer` of the engine's dialect writes
 the bodies of the legs, and `retries` has the rules for failures.

@@ -58,16 +58,16 @@ class Failures:
     # --- an attempt fails
 
     def lost(self, attempt: Attempt, error: UpstreamError) -> None:
-        """Fail an attempt whose connection failed, unless the attempt has ended already."""
+        """Fail an attempt whose connection or stream failed, unless the attempt has ended already."""
         if attempt.state is not AttemptState.ENDED:
             attempt.exchange.run_isolated(self.failed, attempt, error)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
         """End a failed attempt, and pass its failure to the exchange (the client's request) as an event.
 
-        The next action of the exchange decides what follows. It gets a `Failed`, with all that the rules in `retries`
-        need to know of the failure. If the attempt was a first leg (prefill) that ran at the same time as the second
-        one, the exchange may go on without an event.
+        The next action of the exchange gets a `Failed`, with all that the rules in `retries` need to know of the
+        failure, and decides what follows. Within a stream, the `Resumer` decides that before the event. If the attempt
+        was a first leg (prefill) that ran at the same time as the second one, the exchange may go on without an event.
 
         `error`: its `kind` is one of `retries.KINDS`, or STALLED within an answer.
         """
@@ -102,7 +102,7 @@ class Failures:
                 return
             second = attempt.leg is Leg.DECODE
             failed = failed._replace(
-                handed_over=second,
+                second_leg=second,
                 computes=not second,
                 writes=second,
                 still_kept=monotonic() < legs.until,
@@ -203,7 +203,7 @@ class Failures:
                 why = f"no replica answered after {len(exchange.attempts)} attempt(s)"
             exchange.happened(ExchangeEvent.EXHAUSTED, exchange.exhausted(why, again=not failed.agreed))
         else:
-            exchange.retry_after(kind)
+            exchange.looks_for_another(kind)
             demand = attempt.placement.demand
             if following is Next.DECODER and self.placing.legs.next_decoder(exchange, demand, monotonic()):
                 exchange.happened(ExchangeEvent.PLACED)
@@ -213,7 +213,7 @@ class Failures:
 
     def sent_again(self, exchange: Exchange) -> None:
         """Count a retry, since its request is being sent now, under the kind of the failure that it follows."""
-        self._metrics.retries.inc(exchange.repeated_for())
+        self._metrics.retries.inc(exchange.found_another())
 
     def resume(self, exchange: Exchange, failed: Failed) -> None:
         """Count the failure against the replica, release its load, and have another replica resume the stream.

@@ -70,7 +70,7 @@ class FailureKind(NamedTuple):
     """The properties of a kind of failure."""
 
     computed: bool  # the replica may have computed the prompt
-    blamed: bool  # the failure counts against the replica at once; otherwise another replica's answer decides (`blame`)
+    blamed: bool  # it counts against the replica at once; otherwise another replica's answer decides (`blame`)
     crash: bool = False  # the replica crashed, or hangs, while it has the request
     counts: bool = True  # the failed attempt uses up one of the request's retries
     sent: bool = True  # the replica may have received the request
@@ -130,11 +130,11 @@ class Next(Enum):
 class Failed(NamedTuple):
     """A failed attempt, with the properties by which `after` decides what follows."""
 
-    kind: str  # of failure, a key of KINDS
+    kind: str  # of failure, a key of KINDS; or STALLED, within an answer
     stale: bool = False  # it was sent on a pooled connection, which failed before any byte of an answer
     repeated: bool = False  # it was already the repetition on a new connection
     had_whole: bool = False  # on an earlier connection, which it closed, the replica may have read the whole request
-    handed_over: bool = False  # it was a second leg (decode)
+    second_leg: bool = False  # it was a second leg (decode)
     still_kept: bool = False  # it has legs, and the transfer parameters for the second one are still valid
     computes: bool = True  # the replica was to compute the prompt, unlike that of a second leg
     writes: bool = True  # the replica was to write the answer, unlike that of a first leg (prefill)
@@ -207,6 +207,6 @@ def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
         return Next.EXHAUSTED
     if failed.beside and failed.kind in TRANSFER_FAILED:
         return Next.LEGS
-    if failed.handed_over and failed.kind in TRANSFER_FAILED:
+    if failed.second_leg and failed.kind in TRANSFER_FAILED:
         return Next.WHOLE
     return Next.OTHER

@@ -112,12 +112,12 @@ class Figures:
         attempt, prompt = exchange.attempt, exchange.prompt
         if outcome != "complete" or usage is None or attempt is None or prompt is None:
             return
-        beginning = exchange.beginning
-        if attempt.status != 200 or not beginning.first_at:
+        answering = exchange.first_answering
+        if attempt.status != 200 or not answering.first_at:
             return
         metrics, qos = self._metrics, self.class_of(exchange)
         key, output = (qos, self.model_of(prompt)), output_tokens(attempt, usage)
-        first, end = beginning.first_at, attempt.ended_at
+        first, end = answering.first_at, attempt.ended_at
         metrics.answer_e2e_seconds.observe(key, end - exchange.begun)
         if (tpot := time_per_token(attempt, output)) is not None:
             metrics.answer_tpot_seconds.observe(key, tpot)
@@ -128,7 +128,7 @@ class Figures:
         if usage.cached:
             metrics.answer_tokens.inc(*key, "cached", by=usage.cached)
         begun = exchange.attempts[0].begun_at
-        sent = beginning.begun_at if beginning.leg is None else begun  # a first leg's time is part of the prefill
+        sent = answering.begun_at if answering.leg is None else begun  # a first leg's time is part of the prefill
         prepared = exchange.prepared_at or begun
         phases = metrics.answer_phase_seconds
         phases.inc(qos, "prepare", by=prepared - exchange.begun)

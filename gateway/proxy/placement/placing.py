@@ -80,7 +80,7 @@ class Placing:
         return demand_of(prompt, now, random())
 
     def place(self, asker: Asker, placed: list[Any] | None = None) -> None:
-        """Choose a replica for a request and reserve its load in one step, here or in the ledger that gateways share.
+        """Choose one replica or two (legs) for a request, and reserve its load in one step, here or in Redis.
 
         Then `asker.placed` or `asker.unplaced` is called. This happens at once, when the shared ledger in Redis has
         answered, or when the request has left the queue.

@@ -56,7 +56,7 @@ class ResumableAttempt(Attempt):
         if self.state is not AttemptState.ANSWERING:
             self.handler.on_body(self, data)
         elif record is not None:
-            self.write(*record.resumer.taken(self, record, record.take(data)))
+            self.write(*record.resumer.account(self, record, record.take(data)))
         else:
             self.write(data)
 
@@ -174,7 +174,7 @@ class Resumer:
                         "repetition or not at all", attempt.backend.id, record.prompt.path)  # fmt: skip
         keeps_body = record.terms.greedy and not has_ids
         record.begin(head, len(exchange.attempts) - 1, exchange.request.body, keeps_body)
-        return self.taken(attempt, record, record.take(data))
+        return self.account(attempt, record, record.take(data))
 
     def finish(self, attempt: ResumableAttempt, record: StreamRecord) -> None:
         """Finish a stream whose HTTP message is complete, or fail the attempt if an event is missing.
@@ -183,7 +183,7 @@ class Resumer:
         """
         head = record.head
         assert head is not None
-        written, error = self.taken(attempt, record, record.take_last())
+        written, error = self.account(attempt, record, record.take_last())
         if error is None and not record.is_unread and record.lacks_end:
             written += framed(record.closing_events(), head)
         if error is None and not record.complete and not record.is_unread:
@@ -194,7 +194,7 @@ class Resumer:
             attempt.client.write(end_of_body(head))
             attempt.handler.on_complete(attempt)
 
-    def taken(
+    def account(
         self, attempt: Attempt, record: StreamRecord, taken: tuple[bytes, UpstreamError | None]
     ) -> tuple[bytes, UpstreamError | None]:
         """Update the budget and the metrics after a call of `StreamRecord.take`.
@@ -259,7 +259,7 @@ class Resumer:
     # --- the failure of a replica
 
     def event_after(self, exchange: Exchange) -> ExchangeEvent:
-        """Decide whether a stream whose attempt has failed is resumed; return this decision as the exchange's event.
+        """Decide how a stream whose attempt has failed goes on, and return the exchange's event.
 
         INTERRUPTED: another replica resumes the stream, in the way that is set in its record now. FAILED: no replica
         does, which is counted with its reason.
@@ -277,7 +277,7 @@ class Resumer:
         """Choose the way to resume a stream, set it in `record.way`, and return "".
 
         If it is not resumed, the reason is returned, as the label in metrics. If the replica failed before it wrote new
-        text, this counts as a crash under the request.
+        text, this counts as a crash under the request; otherwise earlier crashes are forgotten.
         """
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS

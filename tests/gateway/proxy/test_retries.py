@@ -78,7 +78,7 @@ def test_who_has_not_read_all_of_it_did_not_go_down_with_it():
 
 def test_of_a_request_in_two_legs_two_engines_may_go_down_at_once():
     """They may be of one machine. Two that go down with the same work are too many, and so is one that had it whole."""
-    first, second = Failed(HUNG, writes=False), Failed(CLOSED, handed_over=True, computes=False)
+    first, second = Failed(HUNG, writes=False), Failed(CLOSED, second_leg=True, computes=False)
     assert after(first, 1, NO_CRASHES.after(second), retries=2) is Next.OTHER
     assert after(second, 1, NO_CRASHES.after(first), retries=2) is Next.OTHER
     for leg in (first, second):
@@ -117,10 +117,10 @@ def test_parameters_are_used_again_only_where_nothing_of_them_was_sent(failed, t
 
 
 def test_what_a_failed_transfer_looks_like_ends_legs_and_another_failure_begins_again():
-    second = {"handed_over": True, "still_kept": True}
+    second = {"second_leg": True, "still_kept": True}
     assert after(Failed(of_status(500), **second), 0, NO_CRASHES, retries=2) is Next.WHOLE
     assert after(Failed(of_status(503), **second), 0, NO_CRASHES, retries=2) is Next.OTHER
     assert after(Failed(CLOSED, **second), 0, NO_CRASHES, retries=2) is Next.OTHER
     assert after(Failed(CONNECT, **second), 0, NO_CRASHES, retries=2) is Next.DECODER
-    assert after(Failed(CONNECT, handed_over=True), 0, NO_CRASHES, retries=2) is Next.OTHER
+    assert after(Failed(CONNECT, second_leg=True), 0, NO_CRASHES, retries=2) is Next.OTHER
     assert after(Failed(of_status(500)), 0, NO_CRASHES, retries=2) is Next.OTHER

@@ -671,7 +671,7 @@ class Exchange:
         `prompt`: what the other replica has to compute: the rest of the stream, or the whole request again.
         `tried`: the replicas that must not get it.
         """
-        self.prompt, self.tried, self.attempts_used, self.stays_whole = prompt, tried, 0, True
+        self.prompt, self.tried, self.able, self.attempts_used, self.stays_whole = prompt, tried, (), 0, True
 
     def told_whole(self, prompt: Prompt, events: int) -> None:
         """Set the prompt and the number of output events of a whole stream that several replicas wrote, for accounting.

@@ -56,9 +56,15 @@ def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
     disconnected or the stream broke, the request costs the tokens that were computed by then.
     """
     prompt = exchange.prompt
-    # The last attempt that the client has something of, or whose replica has computed for it.
-    sent = (one for one in reversed(exchange.attempts) if one.pieces or (one.sent_at and one.error is None))
-    if exchange.status or (attempt := next(sent, None)) is None:
+    if exchange.status:
+        return NOTHING
+    for attempt in reversed(exchange.attempts):
+        # The last one that the client has something of; or that was sent and has not failed, but is none that was given
+        # up for another one.
+        counts = attempt is exchange.attempts[-1] or attempt.leg is Leg.PREFILL
+        if attempt.pieces or (counts and attempt.sent_at and attempt.error is None):
+            break
+    else:
         return NOTHING
     if attempt.status >= 400 or (attempt.fault and not attempt.computed):
         return NOTHING

@@ -299,7 +299,7 @@ class Prefixes:
                 node = (*node[:_ASKED], asks)
                 nodes.young[parent, literals, text if len(text) < _LONG else digest(text)] = node
                 if newest is not None and newest[1] == text:
-                    nodes.young[parent] = literals, text, node
+                    nodes.young[parent] = literals, newest[1], node  # the text that the key has, too
             parent, ids, new, end, tail, chars, _ = node
             found.append(ids)
             packed.append(new)
@@ -313,7 +313,8 @@ class Prefixes:
         for segment, text in zip(segments, texts):
             if segment.checks and not hold(segment.checks, text):
                 raise Mismatch
-            opening = self._openings.get(segment.before)
+            # Of a text that is not ASCII, which keys may keep, tokenizing it alone would leave a copy in UTF-8 with it.
+            opening = self._openings.get(segment.before) if text.isascii() else b""
             if opening is None:
                 opening = self._opening(segment.before)
             opened.append(opening)

@@ -72,17 +72,28 @@ class Deadlines:
             since = exchange.stream_record.broke_at
         if exchange.opened is not None:  # the last keep-alive comment counts, also one of an earlier attempt
             since = max(since, *(one.seen_at for one in exchange.attempts))
-        if self._ran(since, now) > (limit := self._request_timeout):
-            late = ApiError(504, f"no replica was found for it within {limit:g} s")
-            if attempt is not None:
-                late = ApiError(504, f"no replica sent a byte of an answer within {limit:g} s")
-                if attempt.state is not AttemptState.ENDED and 2 * self._ran(attempt.begun_at, now) > limit:
-                    what = f"sent no byte of an answer within {limit:g} s"
-                    late = ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
-                    self._settling.blame(attempt.backend, TIMEOUT)  # it had most of the time
-            self._time_out(exchange, late)
+        if self._ran(since, now) > self._request_timeout:
+            if exchange.client.writing_paused:  # it does not read the comments that it is sent
+                self._give_up(exchange)
+            else:
+                self._time_out(exchange, self._late(exchange, attempt, now))
         elif attempt is not None and attempt.state is AttemptState.AWAITING:
             self._check_unanswered(exchange, attempt, now)
+
+    def _late(self, exchange: Exchange, attempt: Attempt | None, now: float) -> ApiError:
+        """Return the error for a request without an answer in time; blame a replica that had most of the time.
+
+        `attempt`: the last one, if a replica was found.
+        """
+        within = f"within {self._request_timeout:g} s"
+        if attempt is None:
+            return ApiError(504, f"no replica was found for it {within}")
+        begun = min(one.begun_at for one in exchange.attempts if one.backend is attempt.backend)
+        if attempt.state is AttemptState.ENDED or 2 * self._ran(begun, now) < self._request_timeout:
+            return ApiError(504, f"no replica sent a byte of an answer {within}")
+        self._settling.blame(attempt.backend, TIMEOUT)
+        what = f"sent no byte of an answer {within}"
+        return ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """Check the deadlines of an attempt that was sent, and of whose answer no byte has gone to the client.
@@ -215,13 +226,17 @@ class Deadlines:
         `seconds`: the time without a byte after which an answer counts as stalled.
         """
         error = UpstreamError(STALLED, f"no byte for {seconds:g} s")
-        if (client := exchange.client).writing_paused:  # the client is the one that does not read
-            exchange.happened(ExchangeEvent.GONE)
-            client.abort()
+        if exchange.client.writing_paused:  # the client is the one that does not read
+            self._give_up(exchange)
         elif self._handler.resumer is not None:
             self._failures.failed(exchange.attempts[-1], error)
         else:
             self._time_out(exchange, error)
+
+    def _give_up(self, exchange: Exchange) -> None:
+        """Treat a client that does not read as one that has left."""
+        exchange.happened(ExchangeEvent.GONE)
+        exchange.client.abort()
 
     def _time_out(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
         """End the last attempt, and with it the request, because a deadline has passed."""

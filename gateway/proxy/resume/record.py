@@ -298,7 +298,7 @@ class StreamRecord:
         if self.is_unread:
             assert self.head is not None
             self.part.clear()
-            return framed(part, self.head), None
+            return framed(self._shown(part), self.head), None
         passes = part and read(self.label, part).kind not in (Kind.STRANGE, Kind.BESIDE)
         return self.take(b"\n\n") if passes else (b"", None)
 

@@ -295,8 +295,23 @@ async def test_what_is_left_unread_is_passed_on_as_it_came(continues):
     wire = play.replica(0).accept()
     Answer(wire, None).go_on(3)
     calls = b'data: {"id":"1","choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}\n\n'
-    await play.answers(wire, chunk(calls), chunk(b'data: {"id":"1","choi'), b"0\r\n\r\n")
-    assert client.sent.endswith(chunk(b'data: {"id":"1","choi') + b"0\r\n\r\n")
+    torn = b'data: {"id":"1","choices":[{"token_ids":[7,8]'
+    await play.answers(wire, chunk(calls), chunk(torn), b"0\r\n\r\n")
+    if continues == "exact":  # it asked for these ids itself
+        torn = torn.replace(b"[7,8]", b"null")
+    assert client.sent.endswith(chunk(torn) + b"0\r\n\r\n")
+
+
+@played
+async def test_a_client_that_does_not_read_comments_is_no_fault_of_the_replica():
+    play = Play(1, request_timeout=60.0)
+    client = await play.asks(STREAMED)
+    first = play.replica(0).accept()
+    await play.answers(first, SSE_HEAD, chunk(b": ping\n\n"))
+    await play.pass_time(2.0)
+    client.protocol.pause_writing()
+    await play.pass_time(61.0)
+    assert client.ended and first.ended == "aborted" and not play.proxy.metrics.upstream_errors.total()
 
 
 # --- whatever happens

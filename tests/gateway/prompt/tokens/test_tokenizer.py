@@ -119,7 +119,9 @@ def test_where_a_text_may_be_cut(tmp_path, tokens, normalizer, cuts):
         ((X, special("<x>>")), "<x>", False),
         ((X, special("a<x>b")), "a<x>", False),
         ((X, special("a<x>b")), "c<x>", False),  # such a token is no cut, either
-        ((special("xyz"), special("word", single_word=True)), "xyz", False),
+        ((X, special("<é>", single_word=True)), "<x>", False),
+        ((X, special("<é>", lstrip=True)), "<x>", False),
+        ((special("xyz"),), "xyz", True),
         ((X, special("a<x"), W), "a<x><w>", True),
         ((special("ab"), special("bc")), "abc", False),  # ab is found in it
     ],

@@ -278,7 +278,7 @@ class Settling:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving, second.first_at)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
-        """Account for a first leg (prefill) whose end no longer matters, as the second leg was answered or has failed.
+        """End the accounting of a first leg (prefill) after the second one was answered or has failed.
 
         If both legs run at the same time, the first leg is given `TRAILS_SECONDS` (10 s) to end after the second leg's
         answer has begun, since its own answer comes at about that time. If the second leg has failed, the first one is

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import sys
 import time
 from types import ModuleType
@@ -22,6 +23,7 @@ from gateway.http.upstream import Pool, Upstream, UpstreamError
 from gateway.models import Models
 from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
+from gateway.proxy import preparation
 from gateway.proxy.proxy import Proxy
 from policies import CostGroup, Ledger, Router, make
 from replicas.simulated.model import sim_model_dir
@@ -50,6 +52,7 @@ def played(test):
             now = runner.get_loop().time
             for module in timed():
                 patch.setattr(module, "monotonic", now)
+            patch.setattr(preparation, "LOOP_SECONDS", math.inf)  # on a busy machine a thread would prepare
             runner.run(test(*given, **named))
 
     return run

@@ -314,6 +314,40 @@ async def test_a_client_that_does_not_read_comments_is_no_fault_of_the_replica()
     assert client.ended and first.ended == "aborted" and not play.proxy.metrics.upstream_errors.total()
 
 
+@played
+async def test_a_repetition_at_the_same_replica_does_not_take_the_blame_from_it():
+    play = Play(1, request_timeout=60.0)
+    await play.asks(post())
+    wire = play.replica(0).accept()
+    await play.answers(wire, reply())
+    client = await play.asks(post())
+    await play.pass_time(31.0)
+    wire.leave(ConnectionResetError())  # an idle one, as far as can be seen: the request is sent once more
+    await play.turn()
+    play.replica(0).accept()
+    await play.pass_time(29.5)
+    assert client.sent.startswith(b"HTTP/1.1 504 ") and play.proxy.metrics.upstream_errors.total(kind="timeout") == 1
+
+
+@played
+async def test_a_second_leg_that_was_given_up_with_the_first_one_costs_nothing():
+    costs = []
+    play = Play(5, usage_log=lambda exchange, _, usage: costs.append(cost(exchange, usage)))
+    for number, backend in enumerate(play.backends):
+        backend.replica.moves_by, backend.replica.bootstrap = "mooncake", 9000 + number
+        backend.replica.role = ("prefill", "prefill", "decode", "decode", "both")[number]
+        backend.replica.engine_ids, backend.pace = {0: f"engine-{number}"}, 0.01
+    play.proxy.changed()
+    client = await play.asks(post({**greedy(False), "max_tokens": 5000}, extra=b"x-request-id: q0\r\n"))
+    first, _ = [backend.pool.accept() for backend in play.backends if backend.pool.asked]
+    await play.pass_time(8.0)
+    first.leave(ConnectionResetError())
+    await play.turn()
+    client.leave()
+    await play.turn()
+    assert costs == [(0, 0, 0)] and not play.left()
+
+
 # --- whatever happens
 
 WORDS = 6  # of each answer

@@ -463,12 +463,12 @@ class Legs:
     # --- what happens to it; only its methods and `disagg.legs` assign its fields
 
     def take_unsent(self) -> Placement | None:
-        """Return the first leg's reservation, if the decoder's engine sends that leg, and forget it."""
+        """Return the first leg's reservation if the decoder's engine sends that leg, else None; it is no longer kept."""
         placement, self.unsent = self.unsent, None
         return placement
 
     def take_first(self) -> Attempt | None:
-        """Return the first leg, if it runs at the same time as the second one, and forget it."""
+        """Return the first leg if it runs at the same time as the second one, else None; it is no longer kept here."""
         first, self.first = self.first, None
         return first
 
@@ -477,7 +477,7 @@ class Legs:
         self.first = again
 
     def arrived(self, seconds: float) -> float:
-        """Note after how many seconds the decoder had the KV cache, 0 if the measure is negative; return them."""
+        """Note the measured seconds of the KV transfer, and return them; a negative measure counts as 0."""
         self.moved_in = max(0.0, seconds)
         return self.moved_in
 

@@ -357,8 +357,8 @@ class Handler:
             self.settling.drop_unsent(exchange.legs)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
-            # No retry can follow, and a record of the stream has a body of its own. Where token ids are left,
-            # `TokenIdForwarding` may still send the body to check them.
+            # The body is freed: no retry can follow, and a resumption sends what the stream record holds. If the prompt
+            # has token ids, `TokenIdForwarding` may still send the body to check them.
             exchange.forget_body()
         if error is not None:
             self.failures.failed(attempt, error)

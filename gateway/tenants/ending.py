@@ -59,8 +59,8 @@ def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
     if exchange.status:
         return NOTHING
     for attempt in reversed(exchange.attempts):
-        # The last one that the client has something of; or that was sent and has not failed, but is none that was given
-        # up for another one.
+        # The last attempt that computed something: the client has bytes of its answer, or it was sent and has not failed.
+        # A second leg that was dropped because its first leg failed is passed over.
         counts = attempt is exchange.attempts[-1] or attempt.leg is Leg.PREFILL
         if attempt.pieces or (counts and attempt.sent_at and attempt.error is None):
             break

@@ -313,7 +313,8 @@ class Prefixes:
         for segment, text in zip(segments, texts):
             if segment.checks and not hold(segment.checks, text):
                 raise Mismatch
-            # Of a text that is not ASCII, which keys may keep, tokenizing it alone would leave a copy in UTF-8 with it.
+            # A text that is not ASCII is not tokenized by itself: the cache's key may hold this string, and Python would
+            # keep the UTF-8 copy, which the tokenizer needs, in it.
             opening = self._openings.get(segment.before) if text.isascii() else b""
             if opening is None:
                 opening = self._opening(segment.before)

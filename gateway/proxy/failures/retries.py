@@ -37,7 +37,8 @@ from ...http.upstream import OWN as OWN
 from ...http.upstream import PROTOCOL as PROTOCOL
 from ...http.upstream import REMOVED as REMOVED
 
-# The kinds of failure, besides those of `http.upstream`. Another process listens at the replica's address by now.
+# The kinds of failure that are not a connection's (`http.upstream` has these). Another process listens at the replica's
+# address by now.
 REPLACED = "replaced"
 # Of time: an unhealthy replica sent nothing for too long; a replica that shuts down closed the connection or stopped
 # sending; a stream stalled; no byte came within the request's timeout.

@@ -463,12 +463,12 @@ class Legs:
     # --- what happens to it; only its methods and `disagg.legs` assign its fields
 
     def take_unsent(self) -> Placement | None:
-        """Return the first leg's reservation if the decoder's engine sends that leg, else None; it is no longer kept."""
+        """Return the first leg's reservation if the decoder's engine sends that leg, else None; then forget it."""
         placement, self.unsent = self.unsent, None
         return placement
 
     def take_first(self) -> Attempt | None:
-        """Return the first leg if it runs at the same time as the second one, else None; it is no longer kept here."""
+        """Return the first leg if it runs at the same time as the second one, else None; then forget it."""
         first, self.first = self.first, None
         return first
 

@@ -59,7 +59,7 @@ def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
     if exchange.status:
         return NOTHING
     for attempt in reversed(exchange.attempts):
-        # The last attempt that computed something: the client has bytes of its answer, or it was sent and has not failed.
+        # The last attempt that computed something: the client has bytes of its answer, or it was sent and did not fail.
         # A second leg that was dropped because its first leg failed is passed over.
         counts = attempt is exchange.attempts[-1] or attempt.leg is Leg.PREFILL
         if attempt.pieces or (counts and attempt.sent_at and attempt.error is None):

@@ -313,8 +313,8 @@ class Prefixes:
         for segment, text in zip(segments, texts):
             if segment.checks and not hold(segment.checks, text):
                 raise Mismatch
-            # A text that is not ASCII is not tokenized by itself: the cache's key may hold this string, and Python would
-            # keep the UTF-8 copy, which the tokenizer needs, in it.
+            # A text that is not ASCII is not tokenized by itself: the cache's key may hold this string, in which Python
+            # would keep the UTF-8 copy that the tokenizer needs.
             opening = self._openings.get(segment.before) if text.isascii() else b""
             if opening is None:
                 opening = self._opening(segment.before)
